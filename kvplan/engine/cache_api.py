@@ -125,9 +125,9 @@ class CacheOperations(OperationRunner):
     def unregister_cache(self, cache_id: int) -> None:
         """Remove a registered cache and its keys; an unknown id has no effect.
 
-        After this call no byte of the cache is read or written, and no peer reports success for it,
-        even if several calls remove the same cache. Transfers of this engine and calls of other
-        threads that use the cache stop, and raise LLM_KV_CACHE_NOT_EXIST.
+        After this call no byte of the cache is read or written, and no peer reports success for it.
+        The same holds if several calls remove one cache. Transfers of this engine and calls of
+        other threads that use the cache stop, and raise LLM_KV_CACHE_NOT_EXIST.
 
         Raises:
             TypeError, ValueError: cache_id is not an int64.
@@ -152,8 +152,8 @@ class CacheOperations(OperationRunner):
             TypeError: not a sequence of pairs of int.
             ValueError: a number outside uint64.
             LLMException: LLM_PARAM_INVALID: no range, or a range that is empty, not inside
-                registered caches, or not mapped (nothing changes then); LLM_NOT_YET_LINK: no
-                peer is linked; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
+                registered caches, or not mapped; LLM_NOT_YET_LINK: no peer is linked; LLM_FAILED:
+                not initialized; LLM_ENGINE_FINALIZED. Nothing changes then.
         """
         with self._recorded("remap_registered_memory") as engine:
             engine.remap(ranges)

@@ -94,7 +94,7 @@ class KeyIndex:
         self._uses: dict[int, int] = {}  # number of keys and claims by cache id, without zeros
 
     def is_used(self, cache_id: int) -> bool:
-        """True if a key names the cache, or a claim on it is open."""
+        """Return whether a key names the cache, or a claim on it is open."""
         return cache_id in self._uses
 
     def bind(

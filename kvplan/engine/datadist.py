@@ -137,10 +137,10 @@ class LlmDataDist(
             )
 
     def finalize(self) -> None:
-        """End transfers and links, release all memory, and refuse further calls; idempotent.
+        """End transfers and links, release all memory, and refuse calls until `initialize`.
 
-        Waits at most SyncKvCacheWaitTime for transfers in flight, then stops them. Notifies peers
-        that can be reached. Does nothing in a forked child.
+        Idempotent. Waits at most SyncKvCacheWaitTime for transfers in flight, then stops them.
+        Notifies peers that can be reached. Does nothing in a forked child.
         """
         with self._mutex:
             engine = self._engine
@@ -197,7 +197,9 @@ class LlmDataDist(
 
         Raises:
             TypeError: an argument of the wrong type.
-            LLMException: LLM_PARAM_INVALID: no cluster, or a cluster that cannot be linked.
+            ValueError: timeout_ms does not fit into 32 bits.
+            LLMException: LLM_PARAM_INVALID: no cluster, a cluster without exactly one address, this
+                engine's own, or timeout_ms below 1.
         """
         started = perf_counter()
         results = self._running().links.link(clusters, timeout_ms)
@@ -237,7 +239,8 @@ class LlmDataDist(
 
         Raises:
             TypeError: an argument of the wrong type.
-            LLMException: LLM_PARAM_INVALID: no cluster.
+            ValueError: an id that is not a uint64, or timeout_ms does not fit into 32 bits.
+            LLMException: LLM_PARAM_INVALID: no cluster, or timeout_ms below 1.
         """
         started = perf_counter()
         results = self._running().links.unlink(clusters, timeout_ms, force=force)

@@ -39,7 +39,7 @@ def check_publishable(entry: CacheEntry) -> None:
 
 
 def renew_all(entries: Iterable[CacheEntry], transports: Sequence[Transport]) -> list[CacheEntry]:
-    """Return registered caches with new registrations; after an error, with none."""
+    """Return registered caches with new registrations; an error ends those made before it."""
     with ExitStack() as undo:
         renewed = []
         for entry in entries:
@@ -83,7 +83,7 @@ class PendingDeregistrations:
         self._left: set[CacheEntry] = set()  # by calls that were interrupted
 
     def add(self, held: Iterable[CacheEntry]) -> None:
-        """Add caches just before their names are removed; `end` must follow."""
+        """Add caches that no call finds any more; `end` or `leave` must follow."""
         with self._mutex:
             self._held.update(held)
 

@@ -1,4 +1,4 @@
-"""One transfer with several peers: an operation for each, with one outcome."""
+"""One transfer of several operations, mostly one for each peer, with one outcome."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GatherNotices:
         self._error: LLMException | None = None
 
     def add(self, link: PeerLink, left_ms: float | None) -> None:
-        """Add the peer of a source, with the remaining time."""
+        """Add a peer of the transfer, with the remaining time."""
         if self.any and link not in self._operations:
             notice = self._operations[link] = self._new(timeout_ms=left_ms).__enter__()
             notice.hold(link)
@@ -59,7 +59,7 @@ class GatherNotices:
 
 
 class Several:
-    """The operations of one transfer: one for each peer; by layer, one for each pair of caches."""
+    """The operations of one transfer, one for each list of pairs in its `Shares`."""
 
     def __init__(
         self,

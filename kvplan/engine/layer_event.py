@@ -33,7 +33,7 @@ class LayerEvent:
     Raises:
         TypeError: an argument is not a LayerTask.
         LLMException: LLM_PARAM_INVALID: no task, or a task with a layer that the first does not
-            have; LLM_FAILED: out of descriptors or threads.
+            have; LLM_OUT_OF_MEMORY: out of descriptors or threads.
     """
 
     def __init__(self, *tasks: LayerTask) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _MAX_TTL_MS: Final = 1e12  # about 31 years
 _RETRY_NS: Final = 1_000_000_000  # between two waits for a peer that may still write
-_STOPPED_S: Final = 1.0  # time that `close` waits for a running callback
+_STOPPED_S: Final = 1.0  # time that `close` waits for the thread
 MAX_FOLLOWING: Final = 1 << 15  # blocks of a lease that fit into one message to peers
 _RELEASED: Final = LeaseEnd.RELEASED  # looking up an enum member takes 0.2 us in Python 3.11
 OnReleased = Callable[[BlockLease, LeaseEnd], object]
@@ -184,7 +184,7 @@ class Leases:
     def _affected(
         self, where: Cache | BlockLease, moves: Mapping[int, int], *, follow: bool
     ) -> tuple[list[BlockLease], list[tuple[int, ...]]]:
-        """Return the live leases with a moved block, and their new blocks. Needs the mutex."""
+        """Return the live leases with a moved block, and their new blocks. Needs `_changed`."""
         now_ns = time.monotonic_ns()
         if isinstance(where, BlockLease):
             entry = self._registry.get(self.standing(where).cache_id)
@@ -323,28 +323,28 @@ class Leases:
             thread.join(_STOPPED_S)
 
     def _start_thread(self) -> None:
-        """Start the thread that ends leases, if it does not run. Needs the mutex."""
+        """Start the thread that ends leases, if it does not run. Needs `_changed`."""
         if self._thread is not None or self._closed:
             return
         self._thread = start_thread(f"kvplan-leases-{self._cluster_id}", self._run)
 
     def _wake_at(self, lease_id: int, deadline_ns: int) -> None:
-        """Set the time at which the thread ends a lease or retries. Needs the mutex."""
+        """Set the time at which the thread ends a lease or retries. Needs `_changed`."""
         if self._deadlines.set(lease_id, deadline_ns):
             self._changed.notify()
 
     def _is_live(self, lease_id: int, now_ns: int) -> bool:
-        """Return whether a lease is live and before its deadline. Needs the mutex."""
+        """Return whether a lease is live and before its deadline. Needs `_changed`."""
         deadline_ns = self._deadlines.get(lease_id)
         return lease_id in self._live and (deadline_ns is None or now_ns < deadline_ns)
 
     def _run(self) -> None:
-        """End leases at their deadlines, until the engine closes."""
+        """End leases at their deadlines, and retry delayed ends, until the engine closes."""
         while (late := self._wait_for_late()) is not None:
             self._end_all(late)
 
     def _wait_for_late(self) -> list[int] | None:
-        """Wait for expired leases and return their ids; None: the engine closes."""
+        """Wait for leases that expire or are due again; return their ids, or None on `close`."""
         with self._changed:
             while not self._closed:
                 now_ns, late = time.monotonic_ns(), []
@@ -358,7 +358,7 @@ class Leases:
         return None
 
     def _move_to_ending(self, lease_id: int, end: LeaseEnd) -> None:
-        """Move a live lease to the ending ones. Needs the mutex."""
+        """Move a live lease to the ending ones. Needs `_changed`."""
         if (lease := self._live.get(lease_id)) is None:
             return
         self._registry.moved_leases.pop(lease_id, None)
@@ -411,7 +411,7 @@ class Leases:
                     raise
 
     def _held(self, lease: BlockLease) -> BlockLease | None:
-        """Return this engine's value of a lease; None: ended. Refuses others. Needs the mutex."""
+        """Return this engine's value of a lease; None: ended. Refuses others. Needs `_changed`."""
         if (lease.cluster_id, lease.instance) != (self._cluster_id, self._instance):
             if lease.cluster_id == self._cluster_id:
                 return None  # made before a restart of this engine, which ended all leases

@@ -224,7 +224,7 @@ def check_again(memory: CacheMemory) -> None:
 
 
 def merged_ranges(memory: CacheMemory, *, adjacent: bool = True) -> list[tuple[int, int]]:
-    """Return the (address, nbytes) of the tensors; overlapping or adjacent ones are merged."""
+    """Return the (address, nbytes) of the tensors; overlaps are merged, and `adjacent` ones."""
     ranges: list[tuple[int, int]] = []
     for address, nbytes in sorted(_pairs(memory.addresses, memory.nbytes)):
         start, before = ranges[-1] if ranges else (0, -1)

@@ -319,7 +319,7 @@ def conclude(
     seconds: float,
     error: BaseException | None = None,
 ) -> None:
-    """Record and count the outcome of a transfer; `ended` is None without a recorder."""
+    """Record and count the outcome of a transfer."""
     if ended is not None and engine.recorder is not None:  # recorded before it is counted
         reason = "" if error is None else error_text(error)
         engine.recorder.transfer(ended, status, seconds, nbytes, reason)

@@ -135,7 +135,7 @@ class Options(OptionRows):
 
 
 def unknown_key(key: str) -> str:
-    """Return the warning of an unknown key, with the nearest key."""
+    """Return the warning of an unknown key; refuse one that is like that of the address."""
     plain = re.sub("[^a-z0-9]", "", key.lower().removeprefix("llm.").removeprefix("kvplan."))
     if plain.startswith("listen") or get_close_matches(plain, ["listenipinfo"], cutoff=0.8):
         raise invalid(

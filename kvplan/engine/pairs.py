@@ -65,7 +65,7 @@ _MAX_PAIRS: Final = 1024  # per link
 
 
 class NamedPair(NamedTuple):
-    """The known pairs of one request, with their rows; keeps no memory alive."""
+    """The known pairs of one request, with their rows; keeps no memory of this process alive."""
 
     entries: tuple[ref[CacheEntry], ...]
     theirs: PeerMemory

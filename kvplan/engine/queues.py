@@ -64,7 +64,7 @@ class PollableQueue(Generic[_T]):
         return self._polled
 
     def wait(self, timeout_ms: float | None = None) -> bool:
-        """Wait for an item; return whether there is one.
+        """Wait for an item; return False if none has come.
 
         Args:
             timeout_ms: milliseconds, >= 0; None: until an item arrives or `finalize`.
@@ -204,7 +204,7 @@ class EngineTracker(Tracker):
             return self.completions
 
     def close(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` seconds for all tasks; then nothing more is reported."""
+        """Wait for all tasks as `Tracker.close` does; then nothing more is reported."""
         super().close(timeout_s)
         if self.completions is not None:
             self.completions.close()

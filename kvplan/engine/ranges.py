@@ -52,7 +52,7 @@ class AddressRanges:
     """Ranges of bytes to move, by their addresses here and in a peer.
 
     Each range must lie in registered memory at both ends. A range may cross from one registration
-    into an adjacent one. Columns of uint64 are not copied; do not change them afterwards.
+    into an adjacent one. Contiguous arrays of uint64 are not copied: do not change them afterwards.
 
     Args:
         cluster_id: id of the peer, or of the engine itself for copies inside it.
@@ -65,7 +65,7 @@ class AddressRanges:
         TypeError: not integers.
         ValueError: a number outside uint64.
         LLMException: LLM_PARAM_INVALID: no range, columns of unequal length, an empty range, a
-            range at address 0, or a range that ends after 2**64.
+            range at address 0, a range that ends after 2**64, or another direction.
     """
 
     cluster_id: int

@@ -48,7 +48,7 @@ class RecordingOperations(OperationRunner):
         Args:
             path: file to write.
             max_bytes: size of a file, at least 65536.
-            files: number of files to keep.
+            files: number of files to keep, 1 to 1000.
 
         Returns:
             The recorder, which records until its `close`, the end of its `with` block, or
@@ -57,9 +57,9 @@ class RecordingOperations(OperationRunner):
         Raises:
             TypeError: an argument of the wrong type.
             OSError: the file cannot be created.
-            LLMException: LLM_PARAM_INVALID: this engine is being recorded, or the file belongs to
-                another engine or is not a recording; LLM_FAILED: not initialized;
-                LLM_ENGINE_FINALIZED.
+            LLMException: LLM_PARAM_INVALID: a number out of range, this engine is being recorded,
+                or the file belongs to another engine or is not a recording; LLM_FAILED: not
+                initialized; LLM_ENGINE_FINALIZED.
         """
         return _record(self._running(), path, max_bytes=max_bytes, files=files)
 

@@ -169,7 +169,7 @@ class CacheRegistry:
         self._on_change()
 
     def unregister(self, cache_id: int) -> None:
-        """Remove a registered cache, its keys and its claims; an unknown id has no effect.
+        """Remove a registered cache and its keys; an unknown id has no effect.
 
         After this call no peer reports success for the cache, its registrations have ended, and no
         transfer of this process touches its memory.
@@ -305,7 +305,7 @@ class CacheRegistry:
             return [(entry, entry.cache.cache_id in self._entries) for entry in living]
 
     def offered(self) -> dict[int, CacheEntry]:
-        """Return the caches that peers can reach by id now."""
+        """Return the caches that peers can reach by id now; the entries keep their memory."""
         return self.survey(dict)
 
     def survey(self, look: Callable[[Mapping[int, CacheEntry]], _T]) -> _T:

@@ -93,7 +93,7 @@ class TransferOperation(PairOperation):
         shares = len(self.found) > 1
         src_tensor = dst_tensor = 0
         for place, (source, target) in enumerate(self.found):
-            # A cache of this process has the same memory in every operation, unlike joined caches.
+            # Not joined memory, which is new in each operation, so that its pair is never known.
             lowered = self._lower(
                 place,
                 source.memory or src,
@@ -242,7 +242,7 @@ class TransferOperation(PairOperation):
     def _peer(
         self, pair: Pair, field: Local, *, paged: bool | None, table: str, stride: int = 0
     ) -> Found:
-        """Return the cache of the peer that a side of a pair names; a `CacheKey` is claimed."""
+        """Return the peer's cache that a side of a pair names; claim a `CacheKey` before a move."""
         argument, rows = pair.argument(field), pair.src if field == "src" else pair.dst
         key, writable = rows.cache, field == "dst"
         kinds: tuple[type, ...] = _SHARED
@@ -341,7 +341,7 @@ class TransferOperation(PairOperation):
         return None if rows is None or bound is None else (rows, bound)
 
     def _layers_of(self, pair: Pair, source: Side) -> KvCacheExtParam:
-        """Return the layers of a pair; if layers move one by one, with the tensors per layer."""
+        """Return the layers of a pair; by layer, the number of tensors per layer must be known."""
         transfer = cast(Transfer, pair.transfer)
         layers = transfer.layers
         if (

@@ -1,4 +1,4 @@
-"""The pairs of caches that a transfer names, grouped by the peers that have them."""
+"""The pairs of caches that a transfer names, grouped by the operations that move them."""
 
 from __future__ import annotations
 
@@ -57,16 +57,18 @@ class Pair(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """The pairs of caches of a transfer, by the operation that moves them."""
+    """The pairs of a transfer, and what operations do with them."""
 
     name: str  # of the operation
     is_gather: bool
     is_copy: bool  # inside this process
-    pairs: list[list[Pair]]  # of each peer; layer by layer, each pair has an operation of its own
+    # Of each operation: one for each peer, and for each further source of a gather in that peer;
+    # layer by layer, one for each pair.
+    pairs: list[list[Pair]]
 
 
 def shares_of(transfers: Mapping[str, Transfer | Planned], *, by_layer: bool) -> Shares:
-    """Return the pairs of a transfer, grouped by their peers."""
+    """Return the pairs of a transfer, grouped by the operations that move them."""
     peers: dict[object, list[Pair]] = {}
     directions: dict[str, str] = {}
     for name, transfer in transfers.items():

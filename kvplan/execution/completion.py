@@ -159,7 +159,7 @@ class Tracker:
             tracked.task.cancel(reason)
 
     def close(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` until all tasks are settled and the thread holds none."""
+        """Wait for all tasks to settle, and for the thread to drop them; `timeout_s` for each."""
         with self._changed:
             self._closing = True
             self._changed.wait_for(lambda: not self._tracked, timeout_s)

@@ -1,4 +1,4 @@
-"""The handle of one transfer with several peers, which has a task for each peer."""
+"""The handle of one transfer that has several tasks, mostly one for each peer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class GatherTask(AwaitableTask):
     All methods are thread-safe. Like a `TransferTask`, the handle can be awaited under asyncio.
 
     Attributes:
-        tasks: the tasks of the sources from which bytes move, by place.
+        tasks: the tasks by place, without those of sources from which nothing moves.
     """
 
     def __init__(

@@ -35,8 +35,8 @@ class TensorMemory(Protocol):
         addresses: contiguous, of shape (num_tensors,), as the backend reaches them.
         nbytes: the usable bytes from each address on, in the same shape.
         writable: True if the memory can be a destination.
-        in_process: True for addresses of this process: any copy in this process reaches them,
-            and overlaps with other memory of this process are visible.
+        in_process: True for addresses of this process: copies here reach them, and overlaps with
+            other memory of this process are visible.
         on_device: True for memory of an accelerator, which a plain copy does not reach.
     """
 
@@ -65,8 +65,8 @@ class TensorMemory(Protocol):
     ) -> Backend | None:
         """Return the backend that moves bytes between this memory and `other`.
 
-        Both sides are asked before each transfer. The result is kept with this memory: equal calls
-        must return the same object.
+        Sides other than `HostMemory` are asked before each transfer. The result is kept with this
+        memory: equal calls must return the same object.
 
         Args:
             pool: the threads to copy with, if threads of the host copy.
@@ -99,7 +99,7 @@ class TensorMemory(Protocol):
 
 
 class HostMemory(Revocable):
-    """Memory of this process: arrays, or addresses that were checked to be mapped.
+    """Memory of this process: arrays, pieces of pools, or addresses.
 
     Args:
         parts: the memories of which it consists; revoking one of them revokes the whole.
@@ -128,7 +128,7 @@ class HostMemory(Revocable):
         self.addresses = addresses
         self.nbytes = nbytes
         self.writable = writable
-        # The arrays at the addresses; None if the caller gave only numbers.
+        # Keeps the memory in place; None: nothing does, so the addresses are checked again.
         self._owner = owner
         self.held: bool = owner is not None
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvplan.planning.side import Side
 
 _MAX_PAIRS: Final = 1024
-"""Number of cached pairs of memories, with the layers that move between them."""
+"""Maximum number of cached pairs of memories, with the layers that move between them."""
 
 _Key = tuple[
     int, int, "Operation", "KvCacheExtParam | None", bool, bool, bool, range | None, int | None,
@@ -92,8 +92,7 @@ class RowPair(NamedTuple):
     ) -> tuple[Part, Descriptors] | None:
         """Return the part and the descriptors of a request, or None if the planner must decide.
 
-        The rows are block tables, or the index of a slot.
-        `name` and `place` label the part; see `Part.name` and `Part.source`.
+        The rows are block tables, or the index of a slot; `name` and `place` label the part.
         """
         if type(src_rows) not in _TABLES or type(dst_rows) not in _TABLES:
             return None
@@ -326,7 +325,7 @@ def view_addresses(
 
 
 def _tensors(side: Side, memory: TensorMemory, first: int | None) -> Addresses | None:
-    """Return the addresses of a side in memory from tensor `first` on; None: it does not fit."""
+    """Return a side's addresses in memory, from tensor `first` on; None: the side does not fit."""
     addresses, nbytes = memory.addresses, memory.nbytes
     if first is not None:
         addresses, nbytes = (

@@ -189,7 +189,7 @@ class TransferTask(NativeTask):
         """Make `stream` wait for the transfer's copies before work that is issued to it later.
 
         The device keeps that order. The call returns when the copies were issued to the device,
-        without waiting for them, but after transfers that were submitted earlier on the same path.
+        without waiting for them. Transfers that were submitted earlier on the same path come first.
         Afterwards issue the work that reads the destination, or writes the source.
 
         A transfer that is over, or that ends early, does not hold the stream: later work then runs

@@ -56,7 +56,7 @@ class Transfers:
         tuning: the tuning of copies; None: the built-in one.
 
     Attributes:
-        rows: lowers requests of whole rows.
+        rows: lowers requests without a plan.
         small_nbytes: the largest transfer that the calling thread copies without a task; 0: none.
 
     Raises:

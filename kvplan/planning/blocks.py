@@ -37,7 +37,7 @@ class RequestBlocks(tuple[int, ...]):
 
 
 def is_empty(blocks: object) -> bool:
-    """Return whether `blocks` is an empty block table, so that nothing moves."""
+    """Return whether `blocks` is an empty block table."""
     return isinstance(blocks, Sized) and len(blocks) == 0
 
 

@@ -79,7 +79,7 @@ def plan_gather(
 
     Together the parts write each byte of the request in `dst` exactly once: layer by layer, head by
     head and token by token from one of the sources that have it. A source's part is None if nothing
-    is taken from it, because it is a replica or holds no token of the request.
+    is taken from it: for example, it is a replica or holds no token of the request.
 
     Args:
         transfer: the rows of each source and of `dst`; see `Transfer`.

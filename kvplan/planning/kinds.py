@@ -204,7 +204,7 @@ def _may_lack_tokens(cache: Described) -> bool:
 
 
 def _is_paged(cache: Described, blocks: Blocks | None) -> bool:
-    """Return whether a cache is paged if no block moves; a bare description may be either."""
+    """Return whether a cache is paged, for a request that moves no block of it."""
     if isinstance(cache, Side):
         return cache.paged
     if isinstance(cache, RemoteCache):

@@ -1,7 +1,7 @@
 """A part of a plan: the copies between one pair of caches.
 
-A part holds the tensor pairs and one segment table that all pairs share, so that its size grows
-with layers + segments, not with layers x segments. It contains no address.
+A part holds the tensor pairs and one segment table that all pairs share. So its size grows with
+layers + segments, not with layers x segments. It contains no address.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def label_of(name: str, source: int | None) -> str:
 class Part:
     """The copies of a plan between one pair of caches.
 
-    Descriptor i is segment `i % len(segments)` of tensor pair `i // len(segments)`: layer by
-    layer, tensor by tensor, segment by segment.
+    Descriptor i is run `i % n` of tensor pair `i // n`, with n = `segments.num_runs`: layer by
+    layer, tensor by tensor, run by run.
 
     Attributes:
         operation: the planned call, such as "push_blocks".
@@ -74,11 +74,11 @@ class Part:
         split: the axes inside the tensors ("layer", "kv") along which tensors are paired in
             pieces. `src_tensors` and `dst_tensors` then count the pieces, see `Side.locate`.
         reinterpret: True if rows of different meaning are copied as bytes, as the caller asked.
-        tables: the rows in the order of the request, for texts.
+        tables: the rows in the order of the request, for texts and recordings.
         name: the caller's name of this transfer among several; empty for a single transfer.
         source: the position of `src` among the sources of a gather; None without a gather.
 
-    Equality ignores `tables`, `name`, `source` and the names of caches.
+    Equality ignores `tables`, `name`, `source`, and the names, ways and ids of caches.
     """
 
     operation: Operation
@@ -218,7 +218,7 @@ class Part:
         return int(src[0]), int(dst[0]), int(nbytes[0])
 
     def rows(self, segment: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return first and last row of a segment, at the source and at the destination."""
+        """Return first and last row of a segment's first run, at the source and the destination."""
         src, dst, nbytes = (int(getattr(self.segments, c)[segment]) for c in Segments.columns())
         return self.src.rows(src, nbytes), self.dst.rows(dst, nbytes)
 

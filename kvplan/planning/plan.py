@@ -21,7 +21,7 @@ MAX_NAME: Final = 64
 """Maximum number of characters in the name of a part."""
 
 OBSERVERS: list[Callable[[Plan], object]] = []
-"""Functions that get each plan of `Plan.made`: only in tests (`kvplan.testing.observe_plans`)."""
+"""Functions that get each plan that is made: only in tests (`kvplan.testing.observe_plans`)."""
 
 
 class PlacedPart(NamedTuple):
@@ -40,9 +40,8 @@ class Plan:
     MLA's latent and its indexer, make a part for each name. A gather makes a part for each source
     that contributes. Ranges of addresses make a part for each pair of tensors.
 
-    The plan numbers the descriptors and tensors of its parts in the order of the parts. Descriptor
-    i of a part is segment `i % len(segments)` of tensor pair `i // len(segments)`: layer by layer,
-    tensor by tensor, segment by segment.
+    The plan numbers the descriptors and tensors of its parts in the order of the parts; see `Part`
+    for the descriptors of a part.
 
     Args:
         parts: at least one. All pull, all push, or all copy; labels are unique.
@@ -192,8 +191,8 @@ class Plan:
         """Return the text that messages append to the number of unconfirmed descriptors."""
         return ""
 
-    # The methods that show or write a plan import their modules when they are called, so that a
-    # program that only transfers does not load them.
+    # The methods that show or write a plan import their modules when they are called: a program
+    # that only transfers does not load them.
 
     def explain(
         self,
@@ -311,7 +310,6 @@ class Plan:
         """Return the plan that `to_dict` wrote. All values are checked.
 
         Raises:
-            TypeError: `document` is not a dict.
             LLMException: LLM_PARAM_INVALID: another schema version, or a document that is not a
                 plan; the message names the field.
         """

@@ -74,7 +74,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def part_to_dict(part: Part) -> dict[str, Any]:
-    """Return one of the `parts` of `to_dict`."""
+    """Return a part as one of the `parts` of `to_dict`."""
     tables, segments = part.tables, part.segments
     return {
         "name": part.name,

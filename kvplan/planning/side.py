@@ -115,9 +115,9 @@ class Side:
     label: str | None = None
     shard: Shard | None = None
     name: str = field(default="", compare=False)
-    """The cache's name in texts; not compared."""
+    """The cache's name in texts."""
     way: str = field(default="", compare=False)
-    """The transport to a peer's cache, for texts; empty in a plan that was read."""
+    """The way to a peer's cache, for texts; empty for a cache here, and in a plan that was read."""
     cache_id: int = field(default=-1, compare=False)
     """The cache's id in its engine, for recordings; -1: unknown, as in a plan that was read."""
 

@@ -30,7 +30,8 @@ class RowShape(NamedTuple):
         tokens: tokens of a row; its bytes if rows are copied as bytes.
         stride, token_stride: bytes from one row, or token, to the next.
         start: bytes of a token before the first byte that moves.
-        is_slot: True if a request has one row here, and uses as much of it as the other side has.
+        is_slot: True if a request has one row here, of which it uses as much as it has on the other
+            side.
     """
 
     num_rows: int
@@ -66,7 +67,8 @@ class Template(NamedTuple):
 class LoweredPart(Part):
     """A part whose request was lowered from a template, without segments.
 
-    Its `segments`, `tables` and `num_slices` are planned at their first use.
+    Its `segments` and `tables` are planned at their first use, and `num_slices` if it is not known
+    from lowering.
 
     Attributes:
         request: the arguments of `plan_rows` after the sides.

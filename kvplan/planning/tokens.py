@@ -83,8 +83,8 @@ def token_runs(
 ) -> tuple[Indices, Indices, int | Indices]:
     """Return the runs of tokens that lie in one row on both sides, limited to `wanted`.
 
-    The result is the byte offset of each run at src and at dst, and its number of tokens (one int
-    if equal for all runs). LLM_PARAM_INVALID: different numbers of tokens, or tokens beyond a
+    The result is the byte offset of each run at src and at dst, and its number of tokens: one int
+    if equal for all runs. LLM_PARAM_INVALID: different numbers of tokens, or tokens beyond a
     table.
     """
     assert source.layout is not None
@@ -161,7 +161,7 @@ def token_runs(
 
 
 def _uniform(sizes: Indices) -> int | Indices:
-    """Return one number if all sizes are equal; 1 if there are none."""
+    """Return one number if all sizes are equal; 1 without sizes."""
     if not len(sizes):
         return 1
     return int(sizes[0]) if bool(np.all(sizes == sizes[0])) else sizes

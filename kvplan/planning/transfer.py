@@ -112,7 +112,8 @@ class Transfer(msgspec.Struct, Generic[Source_co], frozen=True):
         dst: the rows to write.
         num_tokens: tokens to move, counted in the whole request, if the last block is not full or
             the block sizes differ. None: whole blocks, or the whole slot.
-        nbytes: bytes of a slot to move. None: the whole slot, from its offset on.
+        nbytes: bytes of a slot to move. None: the rest of the slot, from its offset on, in the
+            destination of a pull or the source of a push or copy.
         layers: the layers to move, as a range of each side. Default: all.
         reinterpret: True to copy bytes unchanged although the two caches give them different
             meanings.

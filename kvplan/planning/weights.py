@@ -338,7 +338,7 @@ def _box_text(box: tuple[range, ...]) -> str:
 
 
 def _split_dims(tensor: Tensor, held: Sequence[tuple[int, Fragment]]) -> tuple[int, ...]:
-    """Return the dimensions that some fragment at either end holds only in part."""
+    """Return the dimensions that some fragment at either end holds only in part; at least one."""
     split = tuple(
         dim
         for dim, size in enumerate(tensor.global_shape)

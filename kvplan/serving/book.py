@@ -110,7 +110,7 @@ class LeaseBook:
         *,
         handle: Handle | None = None,
     ) -> Handle:
-        """Lease the blocks of a finished request. After a failure, the blocks are free at once.
+        """Lease the blocks of a finished request; free them if that fails.
 
         Args:
             request: name for logs and leases.

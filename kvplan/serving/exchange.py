@@ -50,7 +50,7 @@ class Exchange:
 
     Each worker of a serving engine has one exchange, for its kvplan engine and its paged cache. The
     exchange reads the notifications of that engine. Any thread may call the methods. A thread of
-    the exchange does all waiting; only `close`, and `begin_step` with `moved`, may block.
+    the exchange waits for peers; only `wait`, `close`, and `begin_step` with `moved`, block.
 
     Args:
         engine: an initialized engine; that of a producer listens.
@@ -180,7 +180,7 @@ class Exchange:
         Args:
             chunks: the part of each request that has a transfer.
             moved: transfers that have lost their blocks by preemption or abort. On return these
-                blocks are not read; a stopped consumer delays the return by half a second.
+                blocks are not read; a stopped consumer delays that by half a second or more.
         """
         self._pusher.cancel(moved)
         self._pusher.begin(chunks)
@@ -210,9 +210,9 @@ class Exchange:
     # The consumer's side.
 
     def expect(self, request: str, reference: Reference) -> None:
-        """Prepare to fetch a request: link with its producer, ask for the request, and renew it.
+        """Prepare to fetch a request: link with its producer, and renew the request. Idempotent.
 
-        Idempotent.
+        A request that has finished is asked for now, another one by `fetch`.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: the request is being fetched.
@@ -288,7 +288,7 @@ class Exchange:
         with self._calling:
             self._closed = True
         self._pusher.close()
-        self._loop.run_until_complete(self._tasks.cancel())  # after earlier calls
+        self._loop.run_until_complete(self._tasks.cancel())  # after calls that `_call` has queued
         self._movers.close()
         self._helpers.close()
         self._puller.close()
@@ -380,7 +380,7 @@ class Exchange:
                 self._puller.receive(cluster_id, message)
 
     def _finish(self, cluster_id: int, done: Done) -> None:
-        """End a reader's use of a request: its asks and pushes end, too."""
+        """End a reader's use of a request; with a transfer, its asks and pushes end, too."""
         if done.transfer:
             self._pusher.remove(cluster_id, done.transfer)
             self._call(self._asks.end_waiting, cluster_id, done.transfer)
@@ -449,7 +449,7 @@ class Exchange:
             self._forget_unlinked()
 
     def _forget_unlinked(self) -> None:
-        """Forget the asks of consumers that are not linked any more."""
+        """Forget asks, pushes and other state of peers that are not linked any more."""
         transfers = self._pusher.transfers()
         if not (transfers or self._asks.clusters() or self.book.has_early or len(self._producers)):
             return

@@ -22,7 +22,7 @@ peer_log = LimitedLog(Log("kvplan.serving"))
 PROTOCOL: Final = 4
 """Version of these messages. Engines of different versions refuse each other."""
 
-MAX_PART: Final = 3500  # bytes of a lease in one message; a notification has at most 4096
+MAX_PART: Final = 3500  # bytes of leases or a goal in one message; a notification has 4096 at most
 MAX_PARTS: Final = 8192
 MAX_TRANSFER: Final = 128  # characters
 MAX_FIELDS: Final = 3500  # bytes of the fields of a Compatibility

@@ -101,7 +101,7 @@ class Producers:
             peer.greeted.set_result(hello)
 
     async def greet(self, source: Source, instance: bytes) -> None:
-        """Link with a producer's process once, and check that it fits. Call `leave` afterwards.
+        """Link with a producer's process once, and check that it fits; then `leave` must follow.
 
         The producer may have been replaced while its old process lives and is linked. That link is
         ended first; if requests still use it, the error names both addresses.

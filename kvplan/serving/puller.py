@@ -290,7 +290,7 @@ class Puller:
         self.pulls.clear()
 
     async def renew(self) -> None:
-        """Renew all requests at their producers."""
+        """Renew all requests of known handles at their producers."""
         waited: dict[tuple[int, bytes], list[bytes]] = {}
         for pull in list(self.pulls.values()):  # threads remove requests
             for source in pull.sources:
@@ -370,7 +370,7 @@ class Puller:
         return Goal(lease, block * group.block_tokens, target.first_token)
 
     async def _release(self, pull: Pull, goal: Goal) -> None:
-        """Release a goal, retrying if a stopped producer delays it; then no producer writes."""
+        """Release a goal, and retry if a stopped producer delays that; then no producer writes."""
         while True:
             try:
                 await self._helpers.run(
@@ -415,7 +415,7 @@ class Puller:
             self._end(pull, target, None)
 
     async def _send_done(self, pull: Pull) -> None:
-        """Tell the linked sources to free the blocks."""
+        """Tell the sources to free the blocks; link with those that no worker reads."""
         for source in (*(() if pull.done_sent else pull.sources), *pull.spare):
             try:
                 if source in pull.spare:

@@ -239,7 +239,7 @@ class Pusher:
             self._pushes.pop(transfer, None)
 
     def _begin(self, push: _Push, chunk: Chunk) -> None:
-        """Make a task of the blocks that the step completes; the lock is held."""
+        """Make a task of the blocks that the step completes, if any; the lock is held."""
         unit, block_tokens = self._group.token_unit, self._group.block_tokens
         end = chunk.end if chunk.last else chunk.end // block_tokens * block_tokens
         first_unit, end_unit = push.begun // unit, -(-end // unit)

@@ -236,10 +236,10 @@ class Held(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The producer's workers that a consumer's worker reads."""
+    """A worker's share of a producer's workers."""
 
-    mine: tuple[int, ...]  # workers that this worker reads, in order of layers, tokens and heads
-    spare: tuple[int, ...]  # workers that no worker reads, and that this one frees
+    mine: tuple[int, ...]  # those that it reads, in order of layers, tokens and heads
+    spare: tuple[int, ...]  # those that no worker reads, and that it tells to free the blocks
     readers: tuple[int, ...]  # for each source, the number of workers that report to it
 
 

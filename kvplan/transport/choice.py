@@ -1,4 +1,4 @@
-"""The table of all transports and their options. No other module names every transport."""
+"""The table of all transports and their options."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class LeaseExpiry:
 
     Args:
         end: Ends a lease by slot and generation, if it has not ended.
-        name: The name of the thread that calls `end`. It starts with the first deadline.
+        name: The name of the thread that calls `end`. The thread starts with the first deadline.
         clock: Returns nanoseconds that never decrease.
     """
 

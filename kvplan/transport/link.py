@@ -192,7 +192,8 @@ class TransportLink(ABC):
         """Raise unless the peer lives and the link is open.
 
         Raises:
-            LLMException: LLM_LINK_FAILED: the peer died; LLM_NOT_YET_LINK: the link was closed.
+            LLMException: LLM_LINK_FAILED: the peer died; LLM_NOT_YET_LINK: the link was closed;
+                LLM_FAILED: in a forked child.
         """
         check_process(self.pid, "the link")
         if self._why_closed is not None:
@@ -333,8 +334,8 @@ class PeerMemory:
     def reader(self) -> tuple[Peer, bytes, bool] | None:
         """Arguments of a small read in the calling thread, by `Peer.copy`; None: not possible.
 
-        They are the native check of the peer, the words to check, and True if the memory is at the
-        peer's own addresses, False if it is mapped here.
+        They are the native check of the peer, and the words to check. The third is True if the
+        memory is at the peer's own addresses, False if it is mapped here.
         """
         return None
 
@@ -387,7 +388,7 @@ class PeerMemory:
 
 
 def columns(ranges: Sequence[Range | LeaseWord], *names: str) -> tuple[Column, ...]:
-    """Return the attributes `names` of all ranges, a column for each name."""
+    """Return the attributes `names` of ranges or lease words, a column for each name."""
     return tuple(
         np.fromiter((getattr(item, name) for item in ranges), dtype=np.uint64) for name in names
     )

@@ -35,7 +35,7 @@ _TURN_S: Final = 0.02  # of work on one arena, before the next one
 _FIRST_WAIT_S: Final = 0.05
 _LONGEST_WAIT_S: Final = 10.0
 _SHARE_FOUND, _SHARE_IDLE = 5, 50
-"""The pause after a pass that found pages, or found none, as a multiple of its duration."""
+"""The shortest pause after a pass that found pages, or none, as a multiple of its duration."""
 _STOPPED_S: Final = 1.0  # timeout of waiting for the thread
 MAX_PREMAPPED_ARENAS: Final = 256  # others are mapped and populated at their first use
 
@@ -109,7 +109,7 @@ class BackgroundPages:
     def submit(self, job: Callable[[], object], owner: object) -> None:
         """Let the thread call `job`, which maps arenas, unless `cancel(owner)` comes first.
 
-        An LLMException from `job` is logged. `job` is not called if there are too many arenas.
+        An exception from `job` is logged. `job` is not called if there are too many arenas.
         """
         with self._changed:
             self._jobs.append((owner, job))

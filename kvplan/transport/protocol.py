@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def kind_of(memory: Registrable) -> Kind:
-    """Return whether `memory` is on the host or on a device."""
+    """Return the kind of `memory`."""
     return "device" if isinstance(memory, DeviceRange) else "host"
 
 

@@ -414,7 +414,7 @@ class Quarantine:
             self._thread = None
 
     def _try_release(self, is_written: Callable[[], bool], memory: Releasable) -> None:
-        """Release `memory` if no peer can write to it any more. An error keeps it."""
+        """Release `memory` if no peer can write to it any more; keep it after an error."""
         try:
             if is_written():
                 return

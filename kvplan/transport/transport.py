@@ -100,7 +100,7 @@ class Transport(ABC):
         """Let peers reach `memory`, and write to it unless `writable` is False.
 
         A part of an arena (a slice of `memoryview(arena)`, or an array over one) is as fast as the
-        whole arena, whichever transport has allocated it. Registrations in one arena end
+        whole, whichever transport has allocated the arena. Registrations in one arena end
         independently.
 
         Args:
@@ -143,7 +143,7 @@ class Transport(ABC):
         Raises:
             TypeError: A transport of another kind made one of them.
             LLMException: LLM_PARAM_INVALID: one is not registered with this transport, or has
-                ended.
+                ended; LLM_FAILED: the transport is closed.
         """
         self._check_open()
         with self._registrations.mutex:

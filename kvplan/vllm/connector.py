@@ -80,8 +80,8 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
 
     Raises:
         NotImplementedError: layers other than full attention, sliding windows, MLA and states of
-            Mamba and linear attention; pipeline or decode context parallelism with several groups
-            of layers; sleep mode.
+            Mamba and linear attention; pipeline parallelism with several groups of layers; decode
+            context parallelism except with one group of full attention or MLA; sleep mode.
         TypeError, LLMException: invalid options.
     """
 

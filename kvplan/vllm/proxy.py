@@ -1,10 +1,10 @@
 """`python -m kvplan.vllm.proxy`: an OpenAI-compatible proxy over servers of vLLM.
 
 The proxy sends each request to /v1/completions or /v1/chat/completions, streaming or not, to a
-prefill server, which computes one token. Then it sends the request, with that server's reference to
-the KV cache of the prompt, to a decode server, and forwards the answer as it arrives. With --push,
-for servers of mode "push", both servers get the request at the same time. The proxy then generates
-the name by which they find each other's request.
+prefill server, which computes one token. Then it sends the request to a decode server, with the
+reference to the KV cache of the prompt, and forwards the answer as it arrives. With --push, for
+servers of mode "push", both servers get the request at the same time. The proxy then generates the
+name by which they find each other's request.
 
 The program needs aiohttp, which vLLM installs, and no other module of kvplan.
 """
@@ -145,7 +145,7 @@ class Proxy:
 
     Args:
         prefill, decode: URLs of the servers.
-        prefill_timeout_s: Seconds that a prefill server may take for a prompt, including its queue.
+        prefill_timeout_s: seconds that a prefill server may take for a prompt, including its queue.
         push: True to ask both servers at the same time.
     """
 
@@ -198,8 +198,8 @@ class Proxy:
     async def _both(self, call: Call, urls: Sequence[str]) -> web.StreamResponse:
         """Ask both servers at once; the prefill server sends each computed layer.
 
-        Until a prefill server has answered once, its identity is unknown, so its first request is
-        prefilled before it is decoded, as is each request whose first server fails.
+        Until a prefill server has answered once, its identity is unknown. So its first request is
+        prefilled before it is decoded, and so is each request whose first server fails.
         """
         if (producer := self._producers.get(urls[0])) is None:
             return await self._in_turn(call, urls)
@@ -267,7 +267,7 @@ class Proxy:
     async def _opened(
         self, call: Call, params: dict[str, Any] | None
     ) -> tuple[str, aiohttp.ClientResponse]:
-        """Return the URL of a decode server that answers, and its answer, which has only begun."""
+        """Return the URL of a decode server that answers, and the beginning of its answer."""
         reasons = []
         for url in self._decode.turn():
             try:

@@ -298,7 +298,7 @@ class ConnectorScheduler:
         return num_tokens - 1 if last else num_tokens
 
     def _held(self, blocks: Sequence[Sequence[int]], num_tokens: int) -> Blocks:
-        """Return the blocks of a request in each group, without the null blocks of a window.
+        """Return the blocks of a request in each group, without the null blocks before a window.
 
         For a group of states this is the block of the state after `num_tokens`, if it is not null.
         """

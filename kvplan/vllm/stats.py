@@ -33,7 +33,7 @@ class KvplanStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return a summary for the log."""
+        """Return names and values for a line of the log."""
         return self._figures.summary()
 
     def is_empty(self) -> bool:

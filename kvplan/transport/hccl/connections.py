@@ -90,7 +90,7 @@ class Connections:
         self._making: set[int] = set()
         self._made: dict[int, Connection] = {}
         self._abandoned: set[int] = set()
-        # Generations that only one end may still use.
+        # Generations that one end does not use any more, and the other end may use.
         self._unused_here: set[int] = set()
         self._unused_there: set[int] = set()
         self._why_closed: LLMException | None = None

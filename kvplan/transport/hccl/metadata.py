@@ -70,7 +70,7 @@ class Range(metadata.Range, frozen=True):
             raise ValueError(f"regions end at {at}; the range ends at {end}")
 
     def region_of(self, address: int, nbytes: int) -> RegionRef | None:
-        """Return the region that holds all of [address, address + nbytes), if there is one."""
+        """Return the region that holds all of [address, address + nbytes), or None."""
         return next((region for region in self.regions if region.holds(address, nbytes)), None)
 
     def __str__(self) -> str:

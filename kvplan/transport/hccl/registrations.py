@@ -54,7 +54,7 @@ class _Memory(NamedTuple):
 
 
 class HcclRegistrations(AnnouncedRegistrations[Range, Covered, Connections]):
-    """See `Registrations`. Deregistering does not wait for writes in flight."""
+    """See `Registrations`. Ending leases waits for writes in flight; deregistering does not."""
 
     transport = "an hccl transport"
 

@@ -39,7 +39,7 @@ class Identity(Record, frozen=True):
     user_namespace: Uint64
 
     @staticmethod
-    @functools.cache  # it reads four files of /proc, and each link needs it
+    @functools.cache  # reading /proc takes time, and each link needs the identity
     def of_self() -> Identity:
         """Return the identity of this process."""
         return Identity(

@@ -72,7 +72,7 @@ class PeerArenas:
         self._closed = False
 
     def hold(self, memory: Range) -> Held | None:
-        """Return the arena of `memory`, mapped here; None: it was of this process, which freed it.
+        """Return the arena of `memory`, mapped here; None: this process had it, and has freed it.
 
         An arena of this process is not mapped again. A second mapping would give one byte two
         addresses, which hides overlaps.
