@@ -289,9 +289,10 @@ def describe(engine: Engine) -> dict[str, Any]:
                 "nbytes": entry.cache.cache_desc.nbytes,
                 "num_tensors": entry.cache.cache_desc.num_tensors,
                 "placement": entry.cache.cache_desc.placement.name,
-                "allocated": is_allocated,
+                "allocated": entry.owned,
+                "deallocated": not has_id,
             }
-            for entry, is_allocated in engine.registry.entries()
+            for entry, has_id in engine.registry.entries()
         ],
         "pages": {
             "option": engine.options.pages,

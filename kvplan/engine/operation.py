@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from kvplan.execution import ComputeEvent, TensorMemory
     from kvplan.lease import BlockLease
     from kvplan.links import PeerClaim, PeerLink
-    from kvplan.recording.writer import Ended
 
 Prepared: TypeAlias = "tuple[Plan, TensorMemory, TensorMemory, Descriptors | None]"
 """A plan to execute, the memory of src and of dst, and the descriptors if they are known."""
@@ -261,7 +260,10 @@ class Operation:
                 if error is not None and not status.is_failure:
                     failure = None
                 if not recorded:
-                    conclude(engine, self.name, self, status, nbytes, seconds, error)
+                    if engine.recorder is not None:  # recorded before it is counted
+                        reason = "" if error is None else error_text(error)
+                        engine.recorder.transfer(self, status, seconds, nbytes, reason)
+                    engine.metrics.record(self.name, status, nbytes, seconds)
                     self._recorded = True
                     if self.span is not None and engine.tracer is not None:
                         engine.tracer.end(self, self.span, status, error)
@@ -308,22 +310,6 @@ def notify_moved(engine: Engine, link: PeerLink, name: str, tag: str, notify: by
         with Operation(engine, name, tag=tag) as operation:
             operation.hold(link)
             raise operation.undelivered(error) from None
-
-
-def conclude(
-    engine: Engine,
-    name: str,
-    ended: Ended | None,
-    status: LLMStatusCode,
-    nbytes: int,
-    seconds: float,
-    error: BaseException | None = None,
-) -> None:
-    """Record and count the outcome of a transfer."""
-    if ended is not None and engine.recorder is not None:  # recorded before it is counted
-        reason = "" if error is None else error_text(error)
-        engine.recorder.transfer(ended, status, seconds, nbytes, reason)
-    engine.metrics.record(name, status, nbytes, seconds)
 
 
 def checked(options: Mapping[str, Any], allowed: Container[str]) -> dict[str, Any]:

@@ -88,11 +88,11 @@ class OptionRows:
         "Pages of host memory of a pool, or of a cache without a pool. `auto`: huge pages of 2 "
         "MiB with `prefault`, as far as available, and where the system gives them anyway; "
         "`collapse`: also without `prefault`, in the background, as memory fills; `hugetlb`: "
-        "pages reserved by the administrator (`sysctl vm.nr_hugepages`).",
+        "pages reserved by the administrator (`sysctl vm.nr_hugepages`); `small`: pages of 4 KiB.",
         see="caches.md#pages")
     numa_node: int | None = option(
         None, number(0, MAX_NODE),
-        "Node that this memory comes from while it has free memory, and whose processors copy "
+        "NUMA node of that memory, while the node has free memory, and whose processors copy "
         "for this engine if the machine has several nodes. None: the system chooses.",
         see="caches.md#pages")
     populate: str = option(

@@ -304,10 +304,6 @@ class CacheRegistry:
             living = [entry for _, entry in sorted(self._held.items(), key=itemgetter(0))]
             return [(entry, entry.cache.cache_id in self._entries) for entry in living]
 
-    def offered(self) -> dict[int, CacheEntry]:
-        """Return the caches that peers can reach by id now; the entries keep their memory."""
-        return self.survey(dict)
-
     def survey(self, look: Callable[[Mapping[int, CacheEntry]], _T]) -> _T:
         """Return the result of `look(offered)`.
 

@@ -179,8 +179,7 @@ def check_distinct(name: str, table: Indices, cache: Side) -> None:
     repeat = int(np.flatnonzero(table[order][1:] == table[order][:-1])[0])
     first, second = int(order[repeat]), int(order[repeat + 1])
     raise invalid(
-        f"{name}[{second}]={int(table[second])} is already {name}[{first}]; destination blocks "
-        f"must be distinct"
+        f"{name}[{second}]={int(table[second])} is already {name}[{first}]; name each block once"
     )
 
 

@@ -192,8 +192,7 @@ class TransportLink(ABC):
         """Raise unless the peer lives and the link is open.
 
         Raises:
-            LLMException: LLM_LINK_FAILED: the peer died; LLM_NOT_YET_LINK: the link was closed;
-                LLM_FAILED: in a forked child.
+            LLMException: LLM_LINK_FAILED: peer died; LLM_NOT_YET_LINK: closed; LLM_FAILED: a fork.
         """
         check_process(self.pid, "the link")
         if self._why_closed is not None:

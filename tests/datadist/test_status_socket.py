@@ -16,6 +16,7 @@ from threading import Event, Semaphore
 from time import sleep
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvplan import (
@@ -35,6 +36,7 @@ from tests.datadist.peer import Peer
 from tests.support.peer import DEADLINE_S
 
 DESC = CacheDesc(2, (16, 4, 2, 8), DataType.DT_FLOAT16)
+SLOT = CacheDesc(1, (1, 64), DataType.DT_UINT8)
 NOBODY = 65534
 
 
@@ -61,11 +63,14 @@ def test_another_process_can_read_the_status() -> None:
         )
         engine.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
         mine = engine.allocate_blocks_cache(DESC)
+        engine.register_cache(SLOT, [np.zeros(SLOT.tensor_nbytes, np.uint8)])
         engine.pull_blocks(BlocksCacheKey(1), mine, [1, 2], [3, 4])
         (theirs,) = said_by(peer.process.pid, 1)
         assert (theirs["leases"], theirs["listen_address"]) == (1, peer.address)
         assert [their["nbytes"] for their in theirs["caches"]] == [DESC.nbytes]
         (own,) = said_by(os.getpid(), 2)
+        kinds = [(its["allocated"], its["deallocated"]) for its in own["caches"]]
+        assert kinds == [(True, False), (False, False)]
         (link,) = own["links"]
         moved = 2 * 2 * DESC.stride
         assert (link["cluster_id"], link["state"], link["bytes_pulled"]) == (1, "LINKED", moved)

@@ -28,7 +28,7 @@ def changes() -> list[list[int]]:
 @pytest.fixture
 def registry(transport: LocalTransport, changes: list[list[int]]) -> Iterator[CacheRegistry]:
     options = Options(mem_pool_config=PoolConfig(POOL, page_shift=12), max_tensors=8)
-    made = CacheRegistry((transport,), options, lambda: changes.append(list(made.offered())))
+    made = CacheRegistry((transport,), options, lambda: changes.append(list(made.survey(dict))))
     yield made
     made.close()
     # After any test, nothing may be offered any more.

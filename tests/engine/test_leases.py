@@ -178,7 +178,7 @@ def test_of_registered_arrays(engine: LlmDataDist) -> None:
 def test_blocks_that_cannot_be_leased(engine: LlmDataDist, cache: Cache) -> None:
     with refused("LLM_PARAM_INVALID", r"blocks\[1\]=8 is out of range"):
         engine.lease_blocks(cache, [0, 8])
-    with refused("LLM_PARAM_INVALID", r"blocks\[1\]=3 is already"):
+    with refused("LLM_PARAM_INVALID", r"blocks\[1\]=3 is already blocks\[0\]; name each"):
         engine.lease_blocks(cache, [3, 3])
     with refused("LLM_PARAM_INVALID", "empty"):
         engine.lease_blocks(cache, [])

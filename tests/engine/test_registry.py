@@ -51,7 +51,7 @@ def test_peers_reach_what_is_offered_until_it_is_freed(registry, transport, chan
     entry = registry.allocate(SLOTS, paged=False)
     for i, array in enumerate(tensor_arrays(SLOTS, entry.memory)):
         array[:] = 5 + i
-    assert registry.offered() == {1: entry}
+    assert registry.survey(dict) == {1: entry}
     assert pulled(transport, entry) == [5, 6]
     remote = as_peer(transport, entry)
     registry.deallocate(1)
@@ -68,7 +68,7 @@ def test_registered_arrays_are_reached_where_they_are(registry, transport):
     assert entry.cache.tensor_addrs == tuple(addresses(arrays))
     assert pulled(transport, entry) == [3, 4]
     registry.unregister(entry.cache.cache_id)
-    assert registry.offered() == {}
+    assert registry.survey(dict) == {}
 
 
 @pytest.mark.parametrize("writable", [None, False])
@@ -141,7 +141,7 @@ def test_a_cache_that_cannot_be_offered_leaves_nothing_behind(registry, transpor
 
 def test_caches_that_peers_do_not_reach(registry, transport):
     entry = registry.register(SLOTS, tensors(), paged=False, keys=[key(1)], remote_accessible=False)
-    assert (entry.offered.metadata, registry.offered()) == ({}, {})
+    assert (entry.offered.metadata, registry.survey(dict)) == ({}, {})
     assert registry.entries() == [(entry, True)]
     assert transport.metadata() == transport.metadata([])
     with refused("LLM_KV_CACHE_NOT_EXIST", "not remote accessible"):
@@ -223,7 +223,7 @@ class TestResolve:
         entry = registry.resolve(Cache(SLOTS, tensor_addrs=addresses(arrays)))
         assert entry.memory.addresses.tolist() == addresses(arrays)
         assert entry.paged is None
-        assert registry.offered() == {}
+        assert registry.survey(dict) == {}
 
     def test_neither(self, registry):
         with refused("LLM_PARAM_INVALID", "addresses is empty"):
@@ -242,10 +242,10 @@ class TestEnds:
                 registry.deallocate(cache_id)
             registry.unregister(1)
         registry.register(SLOTS, tensors(), paged=False)
-        assert [*registry.offered()] == [2]
+        assert [*registry.survey(dict)] == [2]
         for _ in range(2):
             registry.unregister(2)
-            assert registry.offered() == {}
+            assert registry.survey(dict) == {}
 
     def test_each_kind_has_its_own(self, registry):
         registry.allocate(SLOTS, paged=False)
@@ -386,5 +386,5 @@ def test_a_signal_handler_may_unregister_too(registry, same):
         ):
             break
         registry.unregister(second)
-        assert registry.offered() == {}
+        assert registry.survey(dict) == {}
     assert line > 10

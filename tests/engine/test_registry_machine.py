@@ -62,7 +62,7 @@ class RegistryMachine(RuleBasedStateMachine):
         self.attempts = 0
 
     def changed(self) -> None:
-        self.offered = self.registry.offered()
+        self.offered = self.registry.survey(dict)
 
     def teardown(self) -> None:
         self.registry.close()
@@ -207,7 +207,7 @@ class RegistryMachine(RuleBasedStateMachine):
     @invariant()
     def peers_see_what_lives_by_id(self) -> None:
         ids = {cache.cache_id for cache in self.caches if cache.by_id}
-        assert self.registry.offered().keys() == self.offered.keys() == ids
+        assert self.registry.survey(dict).keys() == self.offered.keys() == ids
         living = {item.cache.cache_id: by_id for item, by_id in self.registry.entries()}
         kept = [cache for cache in self.caches if cache.by_id or (cache.lives and cache.pages)]
         assert living == {cache.cache_id: cache.by_id for cache in kept}

@@ -62,7 +62,7 @@ def test_caches_come_and_go_in_all_threads():
             ids.append(entry.cache.cache_id)
             (array,) = tensor_arrays(desc, entry.memory)
             array[:] = number
-            assert registry.offered()[ids[-1]] is registry.get(ids[-1])
+            assert registry.survey(dict)[ids[-1]] is registry.get(ids[-1])
             claim = registry.claim(key(number), number)
             registry.deallocate(ids[-1])
             assert (array == number).all()
@@ -171,7 +171,7 @@ def test_a_cache_that_another_thread_is_ending_is_waited_for(call: str) -> None:
         finally:
             transport.sent.set()
         assert [engine.result(30) for engine in (first, second)] == [None, None]
-        assert registry.offered() == {}
+        assert registry.survey(dict) == {}
         registry.unregister(cache_id)
         assert transport.metadata() == transport.metadata([])
         registry.close()
@@ -200,7 +200,7 @@ def test_a_cache_that_is_unregistered_while_it_is_renewed_has_no_registration() 
         gone, stays = (entry.cache.cache_id for entry in caches)
         transport.then = lambda: registry.unregister(gone)
         registry.renew([gone, stays])
-        (entry,) = registry.offered().values()
+        (entry,) = registry.survey(dict).values()
         assert entry.cache.cache_id == stays
         registry.unregister(stays)
         assert transport.metadata() == transport.metadata([])

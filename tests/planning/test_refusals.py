@@ -112,7 +112,7 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: pull_blocks([0, HUGE], [1, 2]), [f"src.blocks[1]={HUGE}", "[0, 8)"]),
     (lambda: pull_blocks([2**63, -1], [1, 2]), [f"src.blocks[0]={2**63}", "[0, 8)"]),
     (lambda: pull_blocks([-HUGE], [1]), [f"src.blocks[0]={-HUGE}", "[0, 8)"]),
-    (lambda: pull_blocks([0, 1], [5, 5]), ["dst.blocks[1]=5", "dst.blocks[0]", "distinct"]),
+    (lambda: pull_blocks([0, 1], [5, 5]), ["dst.blocks[1]=5", "dst.blocks[0]", "once"]),
     (lambda: pull_blocks([0, 1], [1]), ["src.blocks has 2", "dst.blocks 1", "equal length"]),
     (lambda: pull_blocks([0], []), ["src.blocks has 1 block", "dst.blocks 0"]),
     (lambda: pull_blocks([0], np.empty(0, int)), ["src.blocks has 1 block", "dst.blocks 0"]),
@@ -129,8 +129,8 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
     # Copies and swaps of blocks.
     (lambda: copy_blocks([0], [8]), ["dst.blocks[0]=8", "[0, 8)"]),
     (lambda: copy_blocks([8], [0]), ["src.blocks[0]=8", "[0, 8)"]),
-    (lambda: copy_blocks([0, 2], [1, 1]), ["dst.blocks[1]=1", "distinct"]),
-    (lambda: copy_blocks([0, 0], [1, 1]), ["dst.blocks[1]=1", "distinct"]),
+    (lambda: copy_blocks([0, 2], [1, 1]), ["dst.blocks[1]=1", "once"]),
+    (lambda: copy_blocks([0, 0], [1, 1]), ["dst.blocks[1]=1", "once"]),
     (lambda: copy_blocks([1, 2], [2, 1], OWN, OWN), ["block 1", "order"]),
     (
         lambda: copy_blocks([0, 1], [1, 2], Cache(BLOCKS, 3), Cache(BLOCKS, 3)),
@@ -147,7 +147,7 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
     ),
     (lambda: copy_blocks([5], [0], HOST), ["src.blocks[0]=5", "[0, 5)"]),
     (lambda: copy_blocks([4], [8], HOST), ["dst.blocks[0]=8", "[0, 8)"]),
-    (lambda: copy_blocks([0, 2], [1, 1], HOST), ["dst.blocks[1]=1", "distinct"]),
+    (lambda: copy_blocks([0, 2], [1, 1], HOST), ["dst.blocks[1]=1", "once"]),
     (
         lambda: kvplan.plan(Transfer(Rows(HOST, [0]), Rows(ONE, [0]))),
         ["src num_tensors=4", "dst num_tensors=1", "equal"],
