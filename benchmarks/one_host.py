@@ -84,7 +84,7 @@ def requests(run: Run) -> dict[tuple[str, int], tuple[float, float, str]]:
     return shared
 
 
-def bare_request(blocks: int) -> Callable[[Team, str], float]:
+def bare_request(blocks: int) -> Callable[[str, Team], float]:
     """Return a call that only copies the blocks of a request of 64 tensors, new ones each time."""
     there, here = huge_pool(), huge_pool()
     rng = np.random.default_rng(0)
@@ -92,7 +92,7 @@ def bare_request(blocks: int) -> Callable[[Team, str], float]:
     def addresses(pool: OnePool, ids: Ids) -> NDArray[np.uint64]:
         return np.uint64(pool.ctypes.data) + offsets(ids).astype(np.uint64)
 
-    def seconds(team: Team, how: str) -> float:
+    def seconds(how: str, team: Team) -> float:
         dst, src = (
             addresses(value, rng.permutation(POOL_BLOCKS)[:blocks]) for value in (here, there)
         )
@@ -112,7 +112,7 @@ def bare(run: Run) -> dict[int, tuple[float, float]]:
         found = {}
         for blocks in {blocks for _, blocks in REQUESTS}:
             seconds = bare_request(blocks)
-            best = {how: best_seconds(partial(seconds, how=how), blocks) for how in COPIES}
+            best = {how: best_seconds(partial(seconds, how), blocks) for how in COPIES}
             found[blocks] = min(best["memcpy"], best["movsb"]), best["stream"]
         return found
 
@@ -168,7 +168,7 @@ def request_of_64_beside_copies(run: Run, name: str) -> Row:
     ):
 
         def copies() -> float:
-            return statistics.median(seconds(team, "memcpy") for _ in range(15))
+            return statistics.median(seconds("memcpy", team) for _ in range(15))
 
         us, limit = run.medians(partial(pair.seconds, "request", 1), copies, rounds=4 * ROUNDS)
     note = "one request follows another at once; copies alone start with all threads awake"
