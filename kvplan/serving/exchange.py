@@ -439,7 +439,7 @@ class Exchange:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._options.renew_interval_ms / 1000)
-            await self._puller.renew()
+            self._tasks.spawn(self._puller.renew())  # a stopped producer delays only its own
 
     async def _expire(self) -> None:
         while True:

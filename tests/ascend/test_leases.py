@@ -30,7 +30,7 @@ from kvplan import (
 from kvplan.lease import LeaseWord
 from kvplan.transport.hccl.link import HcclLink, HcclPeerMemory
 from kvplan.transport.registrations import MAX_LEASES
-from tests.ascend.hccl_side import DEADLINE_S, PUSH, TENSOR, Side, link_both
+from tests.ascend.hccl_side import DEADLINE_S, PULL, PUSH, TENSOR, Side, link_both
 from tests.ascend.hccl_sides import MakeSide
 from tests.ascend.simulator import Controls, Log
 from tests.datadist.conftest import MakeEngine
@@ -167,6 +167,33 @@ def leased(one: Side, two: Side) -> tuple[HcclPeerMemory, tuple[int, int], HcclL
     word = two.transport.begin_lease()
     block_lease = BlockLease(1, bytes(16), 1, 1, (0,), True, "cmpl-3", (LeaseWord("hccl", *word),))
     return two.peer_memory(link, writable=True).leased([block_lease]), word, other
+
+
+@pytest.mark.parametrize("direction", ["pull", "push"])
+def test_memory_with_a_lease_shares_nothing_with_the_same_memory_without(
+    one: Side, two: Side, direction: str
+) -> None:
+    link, _ = link_both(one, two)
+    word = two.transport.begin_lease()
+    lease = BlockLease(1, bytes(16), 1, 1, (0,), True, "cmpl-3", (LeaseWord("hccl", *word),))
+    plain = two.peer_memory(link, writable=True)
+
+    def move(remote: HcclPeerMemory) -> None:
+        if direction == "pull":
+            kvplan.execute(PULL, remote, one.memory)
+        else:
+            kvplan.execute(PUSH, one.memory, remote)
+
+    leased = [plain.leased([lease])]  # before the memory without it has moved
+    move(plain)
+    leased.append(plain.leased([lease]))
+    for remote in leased:
+        move(remote)
+    two.transport.end_leases([word])
+    move(plain)
+    for remote in (*leased, plain.leased([lease])):
+        with refused(NOT_EXIST, RELEASED):
+            move(remote)
 
 
 def tickets_of(side: Side) -> list[int]:

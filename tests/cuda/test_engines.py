@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+from itertools import permutations
 
 import numpy as np
 import pytest
 
 from kvplan import (
+    AddressRanges,
     BlockLease,
     BlocksCacheKey,
     CacheDesc,
@@ -165,6 +167,42 @@ class TestOneHost:
             datadist.unregister_cache(cache.cache_id)
             side.free_expandable(address, 3)
             assert (left := side.close()) == {}, left
+            del side
+        """)
+
+    def test_ranges_in_each_of_the_programs_tensors(
+        self, machine: Machine, user: LlmDataDist, peer: Peer
+    ) -> None:
+        """Each is an allocation, as a layer is in torch, and mapped elsewhere."""
+        nbytes, at, size = 8 * 96 * 2, 100, 50
+        theirs = peer.run("""
+            from tests.cuda.side import Side
+            side = Side(1)
+            addresses, apart = [], []
+            for seed in range(3):
+                addresses.append(side.allocate("program", seed, 8 * 96 * 2))
+                apart.append(side.allocate("program", 9, (1 + seed) << 21))
+            of_it = CacheDesc(3, (8, 96), DataType.DT_UINT16, shard=kvplan.Shard(num_layers=3))
+            cache = datadist.register_blocks_cache(of_it, addresses)
+            result = addresses
+        """)
+        cache = user.allocate_blocks_cache(HOST)
+        ours = cache.tensor_addrs
+        for order in permutations(range(3)):
+            user.write_cache(cache, [np.zeros((8, 96), np.uint16)] * 3)
+            remote = [theirs[tensor] + at for tensor in order]
+            user.run(AddressRanges(1, [address + at for address in ours], remote, [size] * 3))
+            for array, seed in zip(user.arrays(cache), order, strict=True):
+                found = array.reshape(-1).view(np.uint8)
+                assert found[at : at + size].tolist() == pattern(seed, nbytes)[at:][:size].tolist()
+        peer.run("""
+            datadist.unregister_cache(cache.cache_id)
+        """)
+        user.deallocate_cache(cache)
+        peer.run("""
+            for address in [*addresses, *apart]:
+                side.free(address)
+            side.end()
             del side
         """)
 

@@ -102,31 +102,37 @@ def alone() -> Iterator[TransferEngine]:
     engine.close()
 
 
-class Ended:
-    """A transfer that has ended."""
+class Transferring:
+    """A transfer that ends once a call has waited for it long enough."""
 
-    done = settled = True
+    done = settled = False
 
-    def __init__(self, failure: LLMException | None = None) -> None:
-        self._failure = failure
+    def __init__(self, takes_ms: float, failure: LLMException | None = None) -> None:
+        self._takes_ms, self._failure = takes_ms, failure
 
     def wait_done(self, timeout_ms: float) -> bool:
-        return True
+        self.done = self.settled = timeout_ms >= self._takes_ms
+        return self.done
 
     def wait(self) -> None:
         if self._failure is not None:
             raise self._failure
 
 
+@pytest.mark.parametrize("takes_ms", [0, 3_000_000], ids=["at once", "in fifty minutes"])
 @pytest.mark.parametrize("failed", [None, 0, 1, 2])
 def test_one_of_several_batches_that_has_failed_is_a_failure_and_all_are_forgotten(
-    alone: TransferEngine, failed: int | None
+    alone: TransferEngine, failed: int | None, takes_ms: float
 ) -> None:
+    """Each has an hour, and is waited for as long as that."""
     requests = alone._running().requests
     batches = [
         requests.add(
             Request(
-                cast(TransferTask, Ended(LLMException("cut") if number == failed else None)),
+                cast(
+                    TransferTask,
+                    Transferring(takes_ms, LLMException("cut") if number == failed else None),
+                ),
                 AddressRanges(1, [1], [1], [1]),
                 "there",
                 "READ",

@@ -171,6 +171,31 @@ def test_an_agent_that_was_started_again_replaces_itself(make: MakeHere) -> None
     assert np.array_equal(here.memory[:KIB], pattern(0, KIB))
 
 
+def test_a_transfer_is_posted_again_to_the_agent_that_has_replaced_its_own() -> None:
+    """The handle was made, and posted, before the remote agent was started again."""
+    theirs, ours = np.zeros(KIB, np.uint8), np.zeros(KIB, np.uint8)
+    here = nixl_agent("here")
+    here.register_memory([(ours.ctypes.data, KIB, 0, "")], "DRAM")
+    handle = None
+    for life in (1, 2):
+        theirs[:] = life
+        there = nixl_agent("there")
+        there.register_memory([(theirs.ctypes.data, KIB, 0, "")], "DRAM")
+        here.add_remote_agent(there.get_agent_metadata())
+        if handle is None:
+            lists = (
+                here.get_xfer_descs([(memory.ctypes.data, KIB, 0)], "DRAM")
+                for memory in (ours, theirs)
+            )
+            handle = here.initialize_xfer("READ", *lists, "there")
+        state = here.transfer(handle)
+        while state == "PROC":
+            state = here.check_xfer_state(handle)
+        assert (state, set(ours.tolist())) == ("DONE", {life})
+        there.agent.close()
+    here.agent.close()
+
+
 def test_registrations_come_and_go_without_a_rest(make: MakeHere) -> None:
     here = make()
     for _ in range(3):

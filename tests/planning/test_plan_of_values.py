@@ -275,7 +275,10 @@ caches = st.sampled_from([(OWN, OWN), (OWN, Cache(DESC, 3))])
 blocks = st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=ROWS, unique=True)
 
 
-@given(caches, blocks, blocks, st.integers(0, 3), st.integers(0, 3), st.integers(0, 2), st.data())
+@given(
+    caches, blocks, blocks, st.integers(0, 3), st.integers(0, 3),
+    st.integers(1 - TENSORS, TENSORS - 1), st.data(),
+)  # fmt: skip
 def test_a_copy_inside_one_cache_is_refused_if_its_order_matters_and_only_then(
     cache: tuple[Any, Any],
     read: list[int],
@@ -291,9 +294,10 @@ def test_a_copy_inside_one_cache_is_refused_if_its_order_matters_and_only_then(
     written = written[: -(-(dst_token + moved) // TOKENS)]
     src = Rows(cache[0], read, first_token=src_token)
     dst = Rows(cache[1], written, first_token=dst_token)
-    count = data.draw(st.integers(1, TENSORS - shift))  # also ranges of layers that only touch
-    layers = KvCacheExtParam(range(count), range(shift, shift + count), 1)
-    pairs = [(index, index + shift) for index in range(count)]
+    count = data.draw(st.integers(1, TENSORS - abs(shift)))  # also ranges of layers that only touch
+    first, to = max(-shift, 0), max(shift, 0)  # to later layers, or to earlier ones
+    layers = KvCacheExtParam(range(first, first + count), range(to, to + count), 1)
+    pairs = [(first + index, to + index) for index in range(count)]
     transfer = Transfer(src, dst, num_tokens=moved, layers=layers)
     if is_order_free(src, dst, pairs, moved):
         plan = kvplan.plan(transfer)

@@ -20,6 +20,7 @@ from kvplan.serving.tables import Place
 from tests.faults.gate import Gate
 from tests.serving.test_exchange import MakePeer, MakeWorker
 from tests.serving.worker import INSTANCE, Worker, handle, prompt, reference
+from tests.support.refusals import refused
 
 
 @pytest.fixture
@@ -372,6 +373,37 @@ def test_a_stopped_producer_holds_up_no_other(make_peer: MakePeer, make_worker: 
         ("held", None)
     ]
     assert consumer.has(11, [8, 2, 29], 0, 21)
+
+
+def test_a_stopped_producer_delays_renewals_at_no_other(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    """Its own wait for an hour, once it has as many messages as it takes without reading them."""
+    stopped, honest = make_peer(11), make_worker(1)
+    consumer = make_worker(
+        2,
+        renew_interval_ms=20,
+        link_timeout_ms=3_600_000,
+        engine_options={"kvplan.heartbeat_timeout_ms": "3600000"},
+    )
+    stopped.worker.finish(0, 11, [4, 9, 2], 21)
+    honest.finish(0, 12, [4, 9, 2], 21)
+    for request, producer in ((11, stopped), (12, honest)):
+        wanted = reference([producer.source], 0, request, 21)
+        consumer.exchange.expect(f"request {request}", wanted)
+    pulls = consumer.exchange._puller.pulls
+    until(lambda: sum(len(pull.handles) for pull in list(pulls.values())) == 2)
+    stopped.stop()
+    try:
+        with refused("LLM_TIMEOUT"):
+            while True:
+                consumer.engine.notify(11, b"no message of an exchange", timeout_ms=100)
+        held = honest.exchange.book._held[handle(0)]
+        for _ in range(5):
+            before = held.deadline
+            until(lambda before=before: held.deadline > before)  # type: ignore[misc]
+    finally:
+        stopped.resume()
 
 
 def kept(item: object, seen: set[int]) -> int:

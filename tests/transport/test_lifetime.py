@@ -13,7 +13,12 @@ import numpy as np
 import pytest
 
 import kvplan
+from kvnative._backend import KVN_OK, KVN_UNMAPPED, ThreadPool
+from kvnative._executor import Executor
+from kvnative._lower import Descriptors
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Rows, Transfer, Transfers
+from kvplan.execution import HostMemory
+from kvplan.lease import BlockLease, LeaseWord
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.link import LocalLink
 from kvplan.transport.local.metadata import Metadata
@@ -24,6 +29,7 @@ from tests.support.wrappers import limit_bandwidth
 from tests.transport.owner import Owner
 
 PAGE = mmap.PAGESIZE
+TIMEOUT_MS = 30_000  # only a hanging test reaches it
 NBYTES = 64 * PAGE
 DESC = CacheDesc(1, (64, PAGE), DataType.DT_UINT8)
 EVERY_BLOCK = kvplan.plan(Transfer(Rows(DESC, range(64)), Rows(DESC, range(64)[::-1])), local="dst")
@@ -60,6 +66,31 @@ def pull(
     local = np.zeros(NBYTES, dtype=np.uint8)
     (transfers or kvplan).execute(EVERY_BLOCK, memory, [local])
     return local
+
+
+@KINDS
+def test_memory_with_a_lease_shares_nothing_with_the_same_memory_without(
+    owner: Owner, link: LocalLink, setup: str
+) -> None:
+    """Nor the announcement of its writes, which is checked for each piece of a transfer."""
+    word = LeaseWord("local", *owner.run("lease = transport.begin_lease(); result = lease"))
+    lease = BlockLease(1, bytes(16), 1, 1, (0,), paged=True, tag="", words=(word,))
+    plain = link.memory([link.metadata.ranges[0].address], NBYTES, writable=True)
+    local, pool = HostMemory.from_arrays([np.zeros(NBYTES, np.uint8)]), ThreadPool(1)
+    leased = [plain.leased([lease])]  # before the memory without it has been written to
+
+    def statuses() -> list[int]:
+        leased.append(plain.leased([lease]))
+        found = []
+        for memory in (plain, *leased):
+            work = Descriptors.from_columns(memory.addresses, local.addresses, local.nbytes)
+            with Executor(memory.backend(pool, "put", local)) as moving:
+                found.append(moving.run(work, TIMEOUT_MS).status)
+        return found
+
+    assert statuses() == [KVN_OK] * 3
+    owner.run("transport.end_leases([lease])")
+    assert statuses() == [KVN_OK] + [KVN_UNMAPPED] * 3
 
 
 @KINDS

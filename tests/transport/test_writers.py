@@ -11,13 +11,14 @@ from kvplan.transport.announced import Tickets, Writers
 
 
 class Peer:
-    """A peer that writes until a moment."""
+    """A peer whose writes last until a moment each."""
 
     def __init__(self) -> None:
-        self.ends_at = float("inf")
+        self.ends_at = [float("inf")]
 
     def read(self) -> Tickets:
-        return frozenset({(0, 1)} if time.monotonic() < self.ends_at else ())
+        now = time.monotonic()
+        return frozenset({(number, 1) for number, end in enumerate(self.ends_at) if now < end})
 
 
 def test_a_peer_that_goes_on_is_waited_for_beside_one_that_made_no_progress(
@@ -28,6 +29,22 @@ def test_a_peer_that_goes_on_is_waited_for_beside_one_that_made_no_progress(
     late = writers.wait([stopped])
     assert late is not None
     monkeypatch.setattr(announced, "WRITER_TIMEOUT_S", 3600.0)
-    going.ends_at = stopped.ends_at = time.monotonic() + 10 * announced._STALLED_S
+    going.ends_at = stopped.ends_at = [time.monotonic() + 10 * announced._STALLED_S]
     assert writers.wait([stopped, going]) is None
+    assert not late.are_writing()
+
+
+def test_a_new_write_is_waited_for_beside_one_of_the_same_peer_that_made_no_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    writers, peer = Writers(Peer.read), Peer()
+    monkeypatch.setattr(announced, "WRITER_TIMEOUT_S", 0.0)
+    assert writers.wait([peer]) is not None
+    monkeypatch.setattr(announced, "WRITER_TIMEOUT_S", 3600.0)
+    peer.ends_at.append(time.monotonic() + 10 * announced._STALLED_S)
+    late = writers.wait([peer])
+    assert peer.read() == {(0, 1)}
+    assert late is not None
+    assert late.are_writing()
+    peer.ends_at.clear()
     assert not late.are_writing()

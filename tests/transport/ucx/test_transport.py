@@ -17,6 +17,7 @@ from kvnative._lower import Descriptors
 from kvnative._report import Report
 from kvplan import CacheDesc, DataType, Rows, Transfer
 from kvplan.execution.binding import bind
+from kvplan.lease import BlockLease, LeaseWord
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.ucx.library import why_no_rdma
@@ -102,9 +103,7 @@ def test_adjacent_blocks_are_one_get(owner: UcxOwner, link: UcxLink, pool: Threa
     np.testing.assert_array_equal(local.reshape(expected.shape), expected)
 
 
-def test_ended_registrations_and_leases_are_refused(
-    owner: UcxOwner, link: UcxLink, pool: ThreadPool
-) -> None:
+def test_ended_registrations_are_refused(owner: UcxOwner, link: UcxLink, pool: ThreadPool) -> None:
     owner.run("extra = np.ones(4096, np.uint8); one = transport.register(extra)")
     newer = owner.metadata()
     address = owner.run("result = extra.ctypes.data")
@@ -120,6 +119,26 @@ def test_ended_registrations_and_leases_are_refused(
     again = link.memory([address], 4096, metadata=owner.metadata())
     assert move(pool, again, local, "get").status == KVN_OK
     link.check()
+
+
+@pytest.mark.parametrize("direction", ["get", "put"])
+def test_memory_with_a_lease_shares_nothing_with_the_same_memory_without(
+    owner: UcxOwner, link: UcxLink, pool: ThreadPool, direction: Literal["get", "put"]
+) -> None:
+    word = LeaseWord("ucx", *owner.run("lease = transport.begin_lease(); result = lease"))
+    lease = BlockLease(1, bytes(16), 1, 1, (0,), paged=True, tag="", words=(word,))
+    address, metadata = owner.run("result = array.ctypes.data"), owner.metadata()
+    plain = link.memory([address], NBYTES, writable=True, metadata=metadata)
+    local = np.zeros(NBYTES, np.uint8)
+    leased = [plain.leased([lease])]  # before the memory without it has moved
+
+    def statuses() -> list[int]:
+        leased.append(plain.leased([lease]))
+        return [move(pool, remote, local, direction).status for remote in (plain, *leased)]
+
+    assert statuses() == [KVN_OK] * 3
+    owner.run("transport.end_leases([lease])")
+    assert statuses() == [KVN_OK] + [KVN_UNMAPPED] * 3
 
 
 def test_memory_that_several_documents_name_is_one_side(
