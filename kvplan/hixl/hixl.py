@@ -228,11 +228,11 @@ class Hixl:
 
     @_returns_status()
     def disconnect(self, remote_engine: str, timeout_in_millis: int = 1000) -> int:
-        """End a connection, and stop the requests that still use it.
+        """End a connection: stop its requests, and wait for `transfer_sync` of other threads.
 
         Returns:
             SUCCESS; PARAM_INVALID: a malformed name, or a timeout below 1; NOT_CONNECTED; TIMEOUT:
-            the remote engine has not confirmed the end.
+            such a call goes on, and the connection stays; or the end was not confirmed.
         """
         running = self._initialized(timeout_in_millis)
         cluster_id = running.connections.cluster_of(remote_engine)

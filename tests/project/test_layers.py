@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
-    "addressed": 706,
+    "addressed": 714,
     "cli": 3776,
     "control": 3602,
     "debug": 780,
@@ -25,7 +25,7 @@ MAX_LINES = {
     "hixl": 1094,
     "inspection": 2000,
     "kvplan": 1659,
-    "links": 3963,
+    "links": 3970,
     "llm_datadist": 3828,
     "mooncake": 578,
     "nixl": 1706,
