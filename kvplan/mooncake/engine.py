@@ -362,18 +362,21 @@ class TransferEngine:
         lengths: Sequence[int], opcode: _Opcode, notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:  # fmt: skip
-        """Read or write ranges; 0: all bytes and the message have arrived, or no range is given."""
+        """Read or write ranges, or none; 0: all bytes and the notification have arrived."""
         columns = columns_of(buffers, peer_buffer_addresses, lengths)
-        engine = self._running()
-        if not len(columns[0]):
+        engine, direction = self._running(), direction_of(opcode)
+        if notify is None and not len(columns[0]):
             return 0
         started = time.monotonic()
         cluster = self._cluster(target_hostname)
         *firsts, last = [None] if notify is None else engine.connections.frames(*encoded(notify))
         for frame in firsts:
             engine.datadist.notify(cluster, frame or b"")
+        if not len(columns[0]):
+            engine.datadist.notify(cluster, last or b"")
+            return 0
         left_ms = timeout_ms(columns[2]) - (time.monotonic() - started) * 1000
-        ranges = AddressRanges(cluster, *columns, direction_of(opcode))
+        ranges = AddressRanges(cluster, *columns, direction)
         engine.datadist.run(ranges, timeout_ms=max(0.0, left_ms), notify=last)
         return 0
 

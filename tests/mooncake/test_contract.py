@@ -249,6 +249,26 @@ def test_a_notification_of_several_pieces_comes_with_its_batch(make: Callable[[i
     assert found == ([("name", text)], 0xAB)
 
 
+def test_a_notification_without_ranges_arrives(make: Callable[[int], Here]) -> None:
+    here = make()
+    notify = TransferNotify("name", "text")
+    assert here.engine.batch_transfer_sync(here.peer.name, [], [], [], Write, notify) == 0
+    found = here.peer.run("result = [(its.name, its.msg) for its in engine.get_notifies()]")
+    assert found == [("name", "text")]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_notification_to_oneself(alone: TransferEngine, count: int) -> None:
+    """It arrives or is refused: 0 never says that what is lost has arrived."""
+    memory = np.zeros(4096, np.uint8)
+    assert alone.register_memory(memory.ctypes.data, 4096) == 0
+    lists = [memory.ctypes.data], [memory.ctypes.data + 1024], [8]
+    given = [each[:count] for each in lists]
+    notify = TransferNotify("name", "text")
+    status = alone.batch_transfer_sync(alone._own, *given, Write, notify)
+    assert len(alone.get_notifies()) == (status == 0)
+
+
 def pattern(first: int, nbytes: int) -> bytes:
     return (np.arange(first, first + nbytes, dtype=np.uint64) % 251).astype(np.uint8).tobytes()
 

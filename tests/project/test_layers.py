@@ -27,7 +27,7 @@ MAX_LINES = {
     "kvplan": 1659,
     "links": 3970,
     "llm_datadist": 3828,
-    "mooncake": 578,
+    "mooncake": 581,
     "nixl": 1706,
     "observe": 1639,
     "planning": 5686,
