@@ -423,13 +423,16 @@ class TransferEngine:
     @_returns_status()
     def get_batch_transfer_status(self, batch_ids: Sequence[int]) -> int:
         """Wait for batches, and forget them; return 0, or -1 if one of them has failed."""
-        engine = self._running()
-        statuses = []
-        for batch in uints("batch_ids", batch_ids).tolist():
-            request = engine.requests.get(batch)
-            request.task.wait_done(max(0.0, (request.data - time.monotonic()) * 1000))
-            statuses.append(self._status(batch))
-        return 0 if set(statuses) <= {_DONE} else _FAILED
+        self._running()
+        statuses = {self._awaited(batch) for batch in uints("batch_ids", batch_ids).tolist()}
+        return 0 if statuses <= {_DONE} else _FAILED
+
+    @_returns_status()
+    def _awaited(self, batch: int) -> int:
+        """Wait for a batch, and return its status; an unknown one has failed."""
+        request = self._running().requests.get(batch)
+        request.task.wait_done(max(0.0, (request.data - time.monotonic()) * 1000))
+        return self._status(batch)
 
     @_returns_status()
     def transfer_check_status(self, batch_id: int) -> int:

@@ -139,6 +139,20 @@ def test_one_of_several_batches_that_has_failed_is_a_failure_and_all_are_forgott
     assert requests.numbers() == []
 
 
+@pytest.mark.parametrize("unknown", [0, 1, 2])
+def test_beside_an_unknown_batch_the_others_are_waited_for(
+    make: Callable[[int], Here], unknown: int
+) -> None:
+    """They have ended when -1 is returned."""
+    here = make()
+    lists = [here.address], [here.peer.address], [MIB]
+    batches = [here.engine.batch_transfer_async_read(here.peer.name, *lists) for _ in range(2)]
+    batches.insert(unknown, 1 << 40)
+    assert here.engine.get_batch_transfer_status(batches) == -1
+    assert here.engine._running().requests.numbers() == []
+    assert here.memory.tobytes() == pattern(0, MIB)
+
+
 def test_all_of_a_batch_are_withdrawn(alone: TransferEngine) -> None:
     memory = np.zeros(4096, np.uint8)
     addresses = [memory.ctypes.data + 1024 * i for i in range(3)]
