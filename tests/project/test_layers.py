@@ -29,7 +29,7 @@ MAX_LINES = {
     "llm_datadist": 3828,
     "mooncake": 584,
     "nixl": 1706,
-    "observe": 1639,
+    "observe": 1642,
     "planning": 5686,
     "recording": 1673,
     "run": 364,
