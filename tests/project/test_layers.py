@@ -28,7 +28,7 @@ MAX_LINES = {
     "links": 3970,
     "llm_datadist": 3828,
     "mooncake": 584,
-    "nixl": 1706,
+    "nixl": 1719,
     "observe": 1642,
     "planning": 5686,
     "recording": 1673,
