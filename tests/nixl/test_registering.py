@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[2]
 
 def interrupted(name: str) -> int:
     """Interrupt `name` at each place; then the agent's memory can be deregistered once."""
-    agent, memory = nixl_agent("a"), np.zeros(3 * 4096, np.uint8)
-    rows = [(memory.ctypes.data + 4096 * i, 4096, 0, "") for i in range(3)]
+    agent, memory = nixl_agent("a"), np.zeros(2 * 4096, np.uint8)
+    rows = [(memory.ctypes.data + 4096 * i, 4096, 0, "") for i in range(2)]
     descs = agent.get_reg_descs(rows, "DRAM")
     assert descs is not None
     caches = agent.agent.engine.datadist.caches
-    interrupts = Interrupts("/kvplan/")
+    interrupts = Interrupts("/kvplan/nixl/")
     goes_on = True
     while goes_on:
         if name == "deregister_memory":
@@ -47,4 +47,4 @@ def test_a_call_that_was_interrupted_leaves_nothing_unknown(name: str) -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 90
+    assert int(done.stdout) > 20
