@@ -27,7 +27,7 @@ MAX_LINES = {
     "kvplan": 1659,
     "links": 3970,
     "llm_datadist": 3828,
-    "mooncake": 584,
+    "mooncake": 591,
     "nixl": 1719,
     "observe": 1642,
     "planning": 5686,
