@@ -1,4 +1,4 @@
-"""Memory is registered as long as an agent knows it, whatever interrupts a call."""
+"""Memory is registered as long as an agent knows it; lists are of the agent that is named."""
 
 from __future__ import annotations
 
@@ -48,3 +48,17 @@ def test_a_call_that_was_interrupted_leaves_nothing_unknown(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20
+
+
+def test_a_list_is_prepared_for_the_agent_that_is_named_in_any_order() -> None:
+    agent, memory = nixl_agent("a"), np.zeros(64, np.uint8)
+    descs = agent.register_memory([(memory.ctypes.data, 64, 0, "")], "DRAM").trim()
+    prepare = agent.agent.prepXferDlist
+    local = [prepare(descs), prepare(descs=descs), prepare(descs=descs, agent_name="")]
+    assert all(agent.agent._sides[number].agent == "" for number in local)
+    assert agent.agent._sides[prepare(descs=descs, backend=[], agent_name="a")].agent == "a"
+    with pytest.raises(nixlNotFoundError, match="'other' is not known"):
+        prepare(descs=descs, agent_name="other")
+    with pytest.raises(TypeError, match="remote_agent"):
+        prepare(descs=descs, remote_agent="other")
+    agent.agent.close()

@@ -28,7 +28,7 @@ MAX_LINES = {
     "links": 3970,
     "llm_datadist": 3828,
     "mooncake": 591,
-    "nixl": 1719,
+    "nixl": 1724,
     "observe": 1642,
     "planning": 5686,
     "recording": 1673,
