@@ -157,7 +157,7 @@ class Connections:
             try:
                 link = self._link(cluster_id)
                 if link.state is LinkState.LINKED and self._used_by_peer(link):
-                    self._leave(remote_engine, cluster_id, _left_ms(deadline))
+                    self._leave(remote_engine, cluster_id, deadline)
                 else:
                     self._datadist.unlink_clusters(
                         [cluster_id], timeout_ms=_left_ms(deadline)
@@ -175,10 +175,17 @@ class Connections:
             else:
                 self._forget(cluster_id)
 
-    def _leave(self, remote_engine: str, cluster_id: int, timeout_ms: int) -> None:
-        """Tell the peer that this end no longer uses the link."""
+    def _leave(self, remote_engine: str, cluster_id: int, deadline: float) -> None:
+        """Wait for transfers of this end; then tell the peer that this end leaves the link."""
+        names = self._forget(cluster_id)  # first: no transfer begins from here on
         try:
-            self._datadist.notify(cluster_id, _LEAVES, timeout_ms=timeout_ms)
+            self._datadist._running().links.drain(cluster_id, _left_ms(deadline))
+        except BaseException:
+            with self._mutex:
+                self._connected |= names
+            raise
+        try:
+            self._datadist.notify(cluster_id, _LEAVES, timeout_ms=_left_ms(deadline))
         except LLMException as error:
             if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
                 raise
@@ -286,13 +293,14 @@ class Connections:
                 status_code=LLMStatusCode.LLM_ALREADY_LINK,
             )
 
-    def _forget(self, cluster_id: int) -> None:
+    def _forget(self, cluster_id: int) -> dict[str, _Connection]:
+        """Remove and return the names of a cluster."""
         with self._mutex:
-            self._connected = {
-                name: connection
-                for name, connection in self._connected.items()
-                if connection.cluster_id != cluster_id
-            }
+            known = self._connected.items()
+            names = {name: found for name, found in known if found.cluster_id == cluster_id}
+            for name in names:
+                del self._connected[name]
+        return names
 
     @contextmanager
     def _one_call(self, remote_engine: str, address: str, timeout_ms: int) -> Iterator[None]:

@@ -19,7 +19,7 @@ from kvplan.system.logs import Log
 from kvplan.types import CacheDesc, DataType, LlmRole, Placement
 from kvplan.validation import UINT64_MAX
 
-REFUSALS: Final = (LLMException, ValueError, NativeError, OSError, MemoryError)
+REFUSALS: Final = (LLMException, ValueError, OverflowError, NativeError, OSError, MemoryError)
 """Exceptions of the engine, which an interface reports as statuses and logs."""
 
 MAX_REQUESTS: Final = 1 << 16

@@ -14,7 +14,7 @@ import numpy as np
 from kvnative._lower import Descriptors
 from kvnative._ranges import first_bad, place
 from kvplan.engine.memory import joined
-from kvplan.engine.operation import Operation, RunOptions, notify_moved
+from kvplan.engine.operation import Operation, RunOptions, notify_moved, refuse_notices
 from kvplan.engine.telemetry import logger
 from kvplan.execution.binding import check_order_free
 from kvplan.execution.memory import HostMemory
@@ -130,15 +130,15 @@ class RangeOperation(Operation):
     def __init__(
         self, engine: Engine, ranges: AddressRanges, **options: Unpack[RunOptions]
     ) -> None:
-        self._ranges = ranges
+        self._ranges, self._is_own = ranges, ranges.cluster_id == engine.cluster_id
+        if self._is_own:
+            refuse_notices(options)
         super().__init__(engine, f"{ranges.direction}_ranges", **options)
 
     def prepare(self) -> tuple[Plan, TensorMemory, TensorMemory, Descriptors]:
         """Find the memory of the ranges; sort and lower the ranges."""
         ranges, pulls = self._ranges, self._ranges.direction == "pull"
-        cluster_id = ranges.cluster_id
-        is_own = cluster_id == self.engine.cluster_id
-        link = None if is_own else self._linked("ranges", ranges, cluster_id)
+        link = None if self._is_own else self._linked("ranges", ranges, ranges.cluster_id)
         # Assumes that the peer's last published registrations are valid. The transfer fails if they
         # are not, and then the peer is asked.
         self.speculated = not self.retried

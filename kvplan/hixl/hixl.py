@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any, Final, Literal, SupportsIndex, TypeVar, cast
 
 from kvnative._ranges import TransferOpDesc, address_columns
-from kvnative._signals import Mutex
+from kvnative._signals import Mutex, signals_deferred
 from kvplan.addressed.engine import REFUSALS, Request
 from kvplan.addressed.names import peer_endpoint
 from kvplan.engine.datadist import LlmDataDist
@@ -52,7 +52,6 @@ _DIRECTIONS: Final[dict[TransferOp, Literal["pull", "push"]]] = {
     TransferOp.READ: "pull",
     TransferOp.WRITE: "push",
 }
-
 
 _KINDS: Final[Mapping[str, type]] = {
     "local_engine": str,
@@ -185,7 +184,7 @@ class Hixl:
         running = self._initialized()
         region = mem_desc.addr, mem_desc.len, mem_desc.local_only
         place = running.place_of(mem_type)
-        with running.mutex:
+        with running.mutex, signals_deferred:  # until the handle is known
             if (known := running.handles.get(region)) is not None:
                 return SUCCESS, known
             handle = running.register(*region[:2], place, remote_accessible=not mem_desc.local_only)
@@ -206,12 +205,13 @@ class Hixl:
         running = self._initialized()
         if mem_handle == 0:
             raise invalid("mem_handle=0 is not a handle; pass one that register_mem returned")
-        with running.mutex:
-            region = running.registered.pop(mem_handle, None)
-            if region is not None:
-                del running.handles[region]
-        if region is not None:
+        if (region := running.registered.get(mem_handle)) is not None:
+            with running.mutex:  # first: from here on the memory can be registered anew
+                if running.handles.get(region) == mem_handle:
+                    del running.handles[region]
             running.deregister(mem_handle)
+            # Last: an interrupted call can be repeated, and other threads' calls wait as well.
+            running.registered.pop(mem_handle, None)
         return SUCCESS
 
     @_returns_status()
@@ -228,11 +228,11 @@ class Hixl:
 
     @_returns_status()
     def disconnect(self, remote_engine: str, timeout_in_millis: int = 1000) -> int:
-        """End a connection, and stop the requests that still use it.
+        """End a connection: stop its requests, and wait for `transfer_sync` of other threads.
 
         Returns:
             SUCCESS; PARAM_INVALID: a malformed name, or a timeout below 1; NOT_CONNECTED; TIMEOUT:
-            the remote engine has not confirmed the end.
+            such a call goes on, and the connection stays; or the end was not confirmed.
         """
         running = self._initialized(timeout_in_millis)
         cluster_id = running.connections.cluster_of(remote_engine)

@@ -162,14 +162,8 @@ def _change(old: str, new: str) -> str:
 
 def _options(old: Part, new: Part) -> Iterator[str]:
     for name in (
-        "operation",
-        "kind",
-        "coalesce",
-        "tensors_per_layer",
-        "src_tensors",
-        "dst_tensors",
-        "split",
-    ):
+        "operation", "kind", "coalesce", "tensors_per_layer", "src_tensors", "dst_tensors", "split",
+    ):  # fmt: skip
         a, b = getattr(old, name), getattr(new, name)
         if a != b:
             yield f"{name}: {a} -> {b}"
@@ -183,10 +177,12 @@ def side_changes(name: str, old: Side, new: Side) -> list[str]:
 
 
 def _sizes_of_side(name: str, old: Side, new: Side) -> Iterator[str]:
-    implied = "count", "stride"  # usually follow from the shapes
+    implied = {"count", "stride"} if old.shape and new.shape else set[str]()  # by the shapes
+    if old.stride - old.row_nbytes != new.stride - new.row_nbytes:
+        implied.discard("stride")
     for field in ("num_tensors", "count", "stride", "paged", "placement"):
         a, b = getattr(old, field), getattr(new, field)
-        if a != b and not (field in implied and old.shape and new.shape):
+        if a != b and field not in implied:
             yield f"{name}.{field}: {_text(a)} -> {_text(b)}"
 
 

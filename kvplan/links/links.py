@@ -179,6 +179,10 @@ class Links:
             )
         )
 
+    def drain(self, cluster_id: int, timeout_ms: int) -> None:
+        """Wait until this engine has no operation in flight with a cluster; the link stays."""
+        self._run(self._unlinker.drain(self.get(cluster_id), _seconds(timeout_ms)))
+
     def comm_link(
         self, comm_name: str, cluster_rank_info: Mapping[int, int], rank_table: str = ""
     ) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -345,11 +345,14 @@ class Unlinker:
         if not isinstance(link, PeerLink) or link not in self._transitions.links.values():
             code = LLMStatusCode.LLM_NOT_YET_LINK
             raise LLMException("the link does not exist", status_code=code)
-        with self._no_new_operations(link):
-            if not await link.wait_idle(unlink.timeout_ms / 1000):
-                raise self._busy(link)
+        async with self._idle(link, unlink.timeout_ms / 1000):
             self._transitions.unlinked(link, f"cluster {link.cluster_id} has unlinked")
         return Unlinked()
+
+    async def drain(self, link: PeerLink, timeout_s: float) -> None:
+        """Wait until this end has no operation in flight over a link, which stays."""
+        async with self._idle(link, timeout_s):
+            pass
 
     def drop(self, cluster_id: int, reason: str) -> None:
         """End a link at once on this side, in any state. The peer is notified if possible."""
@@ -366,9 +369,7 @@ class Unlinker:
         deadline = loop.time() + timeout_s
         assert link.channel is not None
         who = f"cluster {link.cluster_id}"
-        with self._no_new_operations(link):
-            if not await link.wait_idle(timeout_s):
-                raise self._busy(link)
+        async with self._idle(link, timeout_s):
             if link.state is LinkState.UNLINKING:
                 left_s = max(0.0, deadline - loop.time())
                 request = Unlink(int(left_s * 1000 * _PEERS_SHARE))
@@ -388,13 +389,15 @@ class Unlinker:
             # The link is UNLINKING or lost, or the peer has unlinked at the same time.
             self._transitions.unlinked(link, "unlinked")
 
-    @contextmanager
-    def _no_new_operations(self, link: PeerLink) -> Iterator[None]:
-        """Hold the link in UNLINKING. The last caller restores LINKED unless the link has ended."""
+    @asynccontextmanager
+    async def _idle(self, link: PeerLink, timeout_s: float) -> AsyncIterator[None]:
+        """Hold the link in UNLINKING, idle. The last caller restores LINKED unless it has ended."""
         if link.state is LinkState.LINKED:
             link.change_state(LinkState.UNLINKING)
         self._waiting[link] = self._waiting.get(link, 0) + 1
         try:
+            if not await link.wait_idle(timeout_s):
+                raise self._busy(link)
             yield
         finally:
             self._waiting[link] -= 1

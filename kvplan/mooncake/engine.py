@@ -102,7 +102,8 @@ class TransferEngine:
         self._own = ""  # the name by which peers know this engine
         self._mutex = Mutex()
         self._starts: list[int] = []  # addresses of registered memory, ascending
-        self._registered: dict[int, tuple[int, int]] = {}  # size and handle, by address
+        # Size, handle and placement, by address.
+        self._registered: dict[int, tuple[int, int, Placement]] = {}
         self._buffers: dict[int, mmap.mmap] = {}  # managed buffers, by address
 
     def initialize(
@@ -197,11 +198,12 @@ class TransferEngine:
         return 0
 
     def _register(self, address: int, nbytes: int, location: str) -> None:
+        check_text("location", location)
         engine = self._running()
         with self._mutex:
             place = bisect_right(self._starts, address)
             for start in self._starts[max(place - 1, 0) : place + 1]:
-                size, _ = self._registered[start]
+                size = self._registered[start][0]
                 if address < start + size and start < address + nbytes:
                     raise invalid(
                         f"{span_text(address, nbytes)} overlaps {span_text(start, size)}, "
@@ -216,9 +218,10 @@ class TransferEngine:
                 except LLMException:
                     if not has_device or location != "*":
                         raise
-                    handle = engine.register(address, nbytes, Placement.DEVICE)
+                    kind = Placement.DEVICE
+                    handle = engine.register(address, nbytes, kind)
                 self._starts.insert(place, address)
-                self._registered[address] = nbytes, handle
+                self._registered[address] = nbytes, handle, kind
 
     @_returns_status()
     def unregister_memory(self, buffer_addr: int) -> int:
@@ -285,10 +288,10 @@ class TransferEngine:
     @_returns_status()
     def write_bytes_to_buffer(self, dest_address: int, data: bytes | str, length: int) -> int:
         """Copy bytes to registered memory."""
-        given = data.encode() if isinstance(data, str) else bytes(data)
+        given = data.encode() if isinstance(data, str) else bytes(memoryview(data))
         if uint("length", length) > len(given):
             raise invalid(f"length={length} is out of range [0, {len(given)}], the bytes of data")
-        self._check_registered(dest_address, length)
+        self._check_host(dest_address, length)
         ctypes.memmove(dest_address, given, length)
         return 0
 
@@ -296,16 +299,19 @@ class TransferEngine:
         """Return bytes of registered memory.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: not registered; LLM_FAILED: not initialized.
+            LLMException: LLM_PARAM_INVALID: not registered, or memory of a device.
         """
-        self._check_registered(source_address, uint("length", length))
+        self._check_host(source_address, uint("length", length))
         return ctypes.string_at(source_address, length)
 
-    def _check_registered(self, address: int, nbytes: int) -> None:
+    def _check_host(self, address: int, nbytes: int) -> None:
+        """Refuse bytes that are not registered, or that the host cannot reach."""
         place = bisect_right(self._starts, address) - 1
         start = self._starts[place] if place >= 0 else 0
         if place < 0 or address + nbytes > start + self._registered[start][0]:
             raise invalid(f"{span_text(address, nbytes)} is not registered")
+        if self._registered[start][2] is Placement.DEVICE:
+            raise invalid(f"{span_text(address, nbytes)} is memory of a device")
 
     @_returns_status(0)
     def get_first_buffer_address(self, segment_name: str) -> int:
@@ -362,18 +368,21 @@ class TransferEngine:
         lengths: Sequence[int], opcode: _Opcode, notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:  # fmt: skip
-        """Read or write ranges; 0: all bytes and the message have arrived, or no range is given."""
+        """Read or write ranges, or none; 0: all bytes and the notification have arrived."""
         columns = columns_of(buffers, peer_buffer_addresses, lengths)
-        engine = self._running()
-        if not len(columns[0]):
+        engine, direction = self._running(), direction_of(opcode)
+        if notify is None and not len(columns[0]):
             return 0
         started = time.monotonic()
         cluster = self._cluster(target_hostname)
         *firsts, last = [None] if notify is None else engine.connections.frames(*encoded(notify))
         for frame in firsts:
             engine.datadist.notify(cluster, frame or b"")
+        if not len(columns[0]):
+            engine.datadist.notify(cluster, last or b"")
+            return 0
         left_ms = timeout_ms(columns[2]) - (time.monotonic() - started) * 1000
-        ranges = AddressRanges(cluster, *columns, direction_of(opcode))
+        ranges = AddressRanges(cluster, *columns, direction)
         engine.datadist.run(ranges, timeout_ms=max(0.0, left_ms), notify=last)
         return 0
 
@@ -420,13 +429,16 @@ class TransferEngine:
     @_returns_status()
     def get_batch_transfer_status(self, batch_ids: Sequence[int]) -> int:
         """Wait for batches, and forget them; return 0, or -1 if one of them has failed."""
-        engine = self._running()
-        statuses = []
-        for batch in uints("batch_ids", batch_ids).tolist():
-            request = engine.requests.get(batch)
-            request.task.wait_done(max(0.0, (request.data - time.monotonic()) * 1000))
-            statuses.append(self._status(batch))
-        return 0 if set(statuses) <= {_DONE} else _FAILED
+        self._running()
+        statuses = {self._awaited(batch) for batch in uints("batch_ids", batch_ids).tolist()}
+        return 0 if statuses <= {_DONE} else _FAILED
+
+    @_returns_status()
+    def _awaited(self, batch: int) -> int:
+        """Wait for a batch, and return its status; an unknown one has failed."""
+        request = self._running().requests.get(batch)
+        request.task.wait_done(max(0.0, (request.data - time.monotonic()) * 1000))
+        return self._status(batch)
 
     @_returns_status()
     def transfer_check_status(self, batch_id: int) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any, Final, NamedTuple
 
-from kvnative._signals import Mutex
+from kvnative._signals import Mutex, signals_deferred
 from kvplan.addressed.connector import Connector
 from kvplan.addressed.engine import REFUSALS, AddressedEngine
 from kvplan.control.endpoint import Endpoint
@@ -144,7 +144,7 @@ class Agent:
             raise nixlNotFoundError(f"no backend of agent {self.name} has memory of {kind}")
         place = Placement.DEVICE if kind else Placement.HOST
         made: list[tuple[Region, int]] = []
-        with self._mutex:
+        with self._mutex, signals_deferred:  # until all of it is known
             try:
                 for region, text in zip(_regions(descs), descs.texts, strict=True):
                     name = text.decode(errors="replace")
@@ -156,26 +156,40 @@ class Agent:
                 for _, handle in made:
                     self.engine.deregister(handle)
                 raise self._logged("register_memory", error) from error
-            for region, handle in made:
-                self._handles[region].append(handle)
-            self._local.add(region for region, _ in made)
+            self._know(made)
         return _SUCCESS
 
     def deregisterMem(self, descs: nixlRegDList, backends: Sequence[int] = ()) -> nixl_status_t:  # noqa: N802
         """Withdraw memory; on return no transfer uses it, and it may be freed."""
         regions = _regions(descs)
-        with self._mutex:
-            for region, times in Counter(regions).items():
-                if len(self._handles.get(region, ())) < times:
-                    raise nixlNotFoundError(f"{_region_text(region)} is not registered")
-            ended = [self._handles[region].pop() for region in regions]
-            for region in set(regions):
-                if not self._handles[region]:
-                    del self._handles[region]
-                    self._local.remove(region)
-        for handle in filter(None, ended):
-            self.engine.deregister(handle)
+        ended: list[tuple[Region, int]] = []
+        try:
+            with self._mutex, signals_deferred:
+                self._check_known(Counter(regions))
+                ended += [(region, self._handles[region].pop()) for region in regions]
+                for region in set(regions):
+                    if not self._handles[region]:
+                        del self._handles[region]
+                        self._local.remove(region)
+            for handle in filter(None, (handle for _, handle in ended)):
+                self.engine.deregister(handle)
+        except BaseException:  # an interrupted call can be repeated
+            self._know(ended)
+            raise
         return _SUCCESS
+
+    def _check_known(self, times: Mapping[Region, int]) -> None:
+        """Refuse memory that is not registered as often as `times` says."""
+        for region, number in times.items():
+            if len(self._handles.get(region, ())) < number:
+                raise nixlNotFoundError(f"{_region_text(region)} is not registered")
+
+    def _know(self, registered: list[tuple[Region, int]]) -> None:
+        """Remember registered memory and its handles."""
+        with self._mutex, signals_deferred:
+            for region, handle in registered:
+                self._handles[region].append(handle)
+            self._local.add(region for region, _ in registered)
 
     def queryMem(self, descs: nixlRegDList, backend: int) -> list[dict[str, str] | None]:  # noqa: N802
         """Refuse: no backend here has files or objects."""
@@ -193,8 +207,7 @@ class Agent:
     ) -> bytes:
         """Return metadata of some registered memory."""
         regions = _regions(descs)
-        if missing := [region for region in regions if region not in self._local.regions]:
-            raise nixlNotFoundError(f"{_region_text(missing[0])} is not registered")
+        self._check_known(dict.fromkeys(regions, 1))
         return self._metadata(regions, is_partial=True, has_address=inc_conn_info)
 
     def _metadata(self, regions: list[Region], *, is_partial: bool, has_address: bool) -> bytes:

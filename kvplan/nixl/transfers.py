@@ -36,6 +36,9 @@ from kvplan.tensors.strided import pieces_of
 Column = NDArray[np.uint64]
 Indices = NDArray[np.integer[Any]]
 
+_PREPARED: Final = ("agent_name", "mem_type", "descs", "array", "backend")
+"""Arguments of `prepXferDlist` in their order."""
+
 _SUCCESS: Final = nixl_status_t.NIXL_SUCCESS
 _IN_PROGRESS: Final = nixl_status_t.NIXL_IN_PROG
 
@@ -89,7 +92,9 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         (agent_name, mem_type, array, backend=[]), whose array has 3 columns, or 5 with a stride
         and a count.
         """
-        values = [*given, *named.values()]
+        if unknown := named.keys() - set(_PREPARED):
+            raise TypeError(f"prepXferDlist has no arguments {sorted(unknown)}")
+        values = [*given, *(named[name] for name in _PREPARED if name in named)]
         agent = text_of(values.pop(0)) if isinstance(values[0], str | bytes) else ""
         if isinstance(values[0], nixlXferDList):
             kind, rows = values[0].getType(), values[0].rows

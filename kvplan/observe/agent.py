@@ -24,6 +24,7 @@ from kvplan.observe.plans import (
 )
 from kvplan.observe.transfers import End, Observed, Peer, Spans, Table, outside, tables_of
 from kvplan.planning.part import Part
+from kvplan.planning.ranges import span_text
 from kvplan.planning.side import Side
 from kvplan.recording.writer import Recorder
 from kvplan.status import LLMStatusCode
@@ -234,8 +235,9 @@ class Agent:
             self._warn("written_twice", transfer, f"two descriptors write {at:#x}")
         if transfer.uneven:
             self._warn("uncovered_tail", transfer, transfer.uneven)
-        if (at := self._outside_of(transfer.here)) is not None:
-            self._warn("outside_registration", transfer, f"{at:#x} is not in registered memory")
+        if (span := self._outside_of(transfer.here)) is not None:
+            text = f"{span_text(*span)} is not inside of one registration"
+            self._warn("outside_registration", transfer, text)
         for other in self._in_flight.values():
             if other is not transfer:
                 self._compare(transfer, other)
@@ -340,8 +342,8 @@ class Agent:
             "sums", LLMStatusCode.LLM_SUCCESS, 0.0, "", {**fields, "sums": (*sums,)}
         )
 
-    def _outside_of(self, end: End) -> int | None:
-        """Return the start of a range that no registration contains, or None."""
+    def _outside_of(self, end: End) -> tuple[int, int] | None:
+        """Return address and size of a range that no registration contains, or None."""
         if end.table is None:
             return self._outside(end.spans)
         regions = end.table.regions
@@ -350,8 +352,8 @@ class Agent:
             inside = self._inside[regions] = self._outside(everything) is None
         return None if inside else self._outside(end.spans)
 
-    def _outside(self, spans: Spans) -> int | None:
-        """Return the start of a span that no registration contains, or None."""
+    def _outside(self, spans: Spans) -> tuple[int, int] | None:
+        """Return address and size of a span that no registration contains, or None."""
         return outside(np.array([*self._registered], np.int64).reshape(-1, 2), spans)
 
     def _warn(self, finding: str, transfer: Observed, text: str) -> None:

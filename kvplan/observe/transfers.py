@@ -51,15 +51,16 @@ class Spans(NamedTuple):
         return max(start, int(other.starts[index]))
 
 
-def outside(ranges: Numbers, spans: Spans) -> int | None:
-    """Return the start of a span that no single range (address, nbytes) contains, or None."""
-    if not len(ranges):
-        return int(spans.starts[0]) if len(spans.starts) else None
+def outside(ranges: Numbers, spans: Spans) -> tuple[int, int] | None:
+    """Return address and size of a span that no single range contains, or None."""
+    ranges = np.vstack(([[0, 0]], ranges))  # an empty one, before all spans
     ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
-    starts, ends = ranges[:, 0], np.maximum.accumulate(ranges.sum(axis=1))
-    place = np.searchsorted(starts, spans.starts, side="right") - 1
-    bad = np.flatnonzero((place < 0) | (ends[np.maximum(place, 0)] < spans.ends))
-    return int(spans.starts[bad[0]]) if len(bad) else None
+    place = np.searchsorted(ranges[:, 0], spans.starts, side="right") - 1
+    bad = np.flatnonzero(np.maximum.accumulate(ranges.sum(axis=1))[place] < spans.ends)
+    if not len(bad):
+        return None
+    start, end = (int(column[bad[0]]) for column in spans)
+    return start, end - start
 
 
 class Table(NamedTuple):

@@ -95,8 +95,8 @@ class RotatingFile:
             while written < len(data):
                 written += os.write(self._fd, view[written:])
         except OSError:
-            # For tidiness: readers ignore a partial row.
-            os.ftruncate(self._fd, self._nbytes)
+            with suppress(OSError):  # only tidies: readers ignore a partial row
+                os.ftruncate(self._fd, self._nbytes)
             self.close()
             raise
         self._nbytes += written
@@ -142,7 +142,11 @@ class RotatingFile:
         _lock(self._fd)
         self._nbytes = 0
         self._has_rows = False
-        self._write(MAGIC + b"".join(framed(self._head(self._number), compress=False)))
+        try:
+            self._write(MAGIC + b"".join(framed(self._head(self._number), compress=False)))
+        except BaseException:
+            self.close()
+            raise
 
 
 def _opened(path: Path) -> int:

@@ -231,7 +231,7 @@ def segments_of(part: Part) -> tuple[object, ...]:
 def plan_of(templates: dict[int, TemplateRow], rows: Iterable[PartRow]) -> Plan | None:
     """Return the plan of a transfer, or None if it had none.
 
-    KeyError: a template is missing. Damaged rows raise LLMException or errors such as IndexError.
+    Damaged rows raise LLMException or errors such as KeyError, also for a missing template.
     """
     parts = [_part(templates[row.template], row) for row in rows]
     return Plan(parts) if parts else None

@@ -90,14 +90,14 @@ class TransferRecord:
         Raises:
             LLMException: LLM_PARAM_INVALID: the recording is damaged.
         """
+        for number in {part.template for part in self.parts} - self._templates.keys():
+            raise invalid(
+                f"transfer {self.number}: its template {number} is in no file that was read"
+            )
         try:
             return plan_of(self._templates, self.parts)
-        except KeyError as error:
-            raise invalid(
-                f"transfer {self.number}: its template {error} is in no file that was read"
-            ) from None
-        except (AttributeError, IndexError, OverflowError, TypeError, ValueError) as error:
-            raise invalid(f"transfer {self.number} is damaged: {error}") from None
+        except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+            raise invalid(f"transfer {self.number} is damaged: {error!r}") from None
 
     @property
     def blocks(self) -> int:

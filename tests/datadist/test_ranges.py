@@ -96,6 +96,10 @@ def test_inside_of_one_engine(user: LlmDataDist, direction: Literal["pull", "pus
     assert written.tolist().count(taken) == 10
     assert written[[5, 11] if direction == "pull" else [0, 6, 100]].tolist()[0] == taken
     assert "memory" in user.plan(ranges).explain()
+    with refused("LLM_PARAM_INVALID", "notify must be None: a copy inside"):
+        user.run(ranges, notify=b"lost")
+    with refused("LLM_PARAM_INVALID", "notify_failure must be None"):
+        user.submit(ranges, notify_failure=b"lost")
 
 
 def test_invalid_ranges_are_refused(user: LlmDataDist, there: tuple[int, ...]) -> None:

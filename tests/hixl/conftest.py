@@ -10,7 +10,7 @@ from kvplan import Transfers, hixl
 from tests.ascend.fixtures import sim_folder, simulator
 from tests.faults.gate import Gate
 from tests.hixl.peer import Peer
-from tests.hixl.places import Memory, Place, registered
+from tests.hixl.places import Memory, Place, free_name, registered
 from tests.support.peer import be_patient
 from tests.support.places import parametrize
 
@@ -110,7 +110,7 @@ def gate() -> Iterator[Gate]:
 def gated(make_engine: MakeEngine, gate: Gate) -> Iterator[hixl.Hixl]:
     """An engine whose transfers stand still after their first descriptor."""
     with Transfers(1, wrap=gate.wrap) as transfers:
-        engine = make_engine(transfers=transfers)
+        engine = make_engine(free_name(), transfers)
         yield engine
         gate.open()
         engine.finalize()

@@ -315,6 +315,26 @@ class TestMemoryThatGoes:
         assert status in ([hixl.FAILED], [hixl.SUCCESS])  # it may have been whole before
         assert (memory.array == 7).all()
 
+    def test_disconnecting_waits_for_a_call_in_another_thread_if_the_peer_keeps_the_link(
+        self, gated: hixl.Hixl, place: Place, peer: Peer, gate: Gate
+    ) -> None:
+        memory, own = registered(gated, place), str(gated.datadist.listen_address)
+        assert gated.connect(peer.name, LONG_MS) == hixl.SUCCESS
+        assert peer.run("result = engine.connect(name, 10_000)", name=own) == hixl.SUCCESS
+        moved = blocks(memory, peer)
+        call, status = in_thread(lambda: gated.transfer_sync(peer.name, hixl.READ, moved, LONG_MS))
+        gate.wait()
+        assert gated.disconnect(peer.name, 100) == hixl.TIMEOUT  # it is still connected
+        ending, found = in_thread(lambda: gated.disconnect(peer.name, LONG_MS))
+        gate.open()
+        ending.join()
+        memory.array[:] = 7
+        call.join()
+        assert (found, status) == ([hixl.SUCCESS], [hixl.SUCCESS])
+        assert (memory.array == 7).all()
+        assert gated.transfer_sync(peer.name, hixl.READ, moved) == hixl.NOT_CONNECTED
+        assert peer.run("result = engine.disconnect(name, 10_000)", name=own) == hixl.SUCCESS
+
 
 @pytest.mark.over_tcp(only=True)
 class TestRequestsThatAreStopped:

@@ -47,6 +47,25 @@ def test_a_plan_and_itself() -> None:
     )
 
 
+def test_rows_that_lie_further_apart() -> None:
+    apart = dataclasses.replace(BLOCKS, row_stride=6)
+    assert_diff(
+        blocks([4, 5], [7, 9]),
+        blocks([4, 5], [7, 9], into=apart),
+        """
+  option   dst.stride: 4 -> 6
+  desc     8 = 8      bytes 32 B = 32 B
+  tensor 0>0
+-   4>7           4
+-   5>9           4
++   4>7           4
++   5>9           4
+  (same change in 3 more tensors)
+  verdict: different caches - their sizes are not the same
+""",
+    )
+
+
 def test_the_same_bytes_in_other_segments() -> None:
     assert_diff(
         PLAN,

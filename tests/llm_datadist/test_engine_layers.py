@@ -324,10 +324,11 @@ def test_arguments_that_cannot_be(
         start(slots, model, good, [0], [0])
     with refused("LLM_PARAM_INVALID"):
         start(slots, model, good, None, [0])
-    with refused("LLM_PARAM_INVALID"):
+    with refused("LLM_PARAM_INVALID", "dst_block_memory_size must be given to push a slot"):
         start(slots, model, good, None, [0], 0)
-    with refused("LLM_PARAM_INVALID"):
-        start(slots, model, good, None, None, 32)
+    for cache in (slots, blocks):
+        with refused("LLM_PARAM_INVALID", "size=32 must be 0 without dst_block_indices"):
+            start(cache, model, good, None, None, 32)
     with refused("LLM_PARAM_INVALID"):
         start(blocks, model, good, [0], None)
     with refused("LLM_PARAM_INVALID"):

@@ -145,6 +145,20 @@ def test_one_of_several_batches_that_has_failed_is_a_failure_and_all_are_forgott
     assert requests.numbers() == []
 
 
+@pytest.mark.parametrize("unknown", [0, 1, 2])
+def test_beside_an_unknown_batch_the_others_are_waited_for(
+    make: Callable[[int], Here], unknown: int
+) -> None:
+    """They have ended when -1 is returned."""
+    here = make()
+    lists = [here.address], [here.peer.address], [MIB]
+    batches = [here.engine.batch_transfer_async_read(here.peer.name, *lists) for _ in range(2)]
+    batches.insert(unknown, 1 << 40)
+    assert here.engine.get_batch_transfer_status(batches) == -1
+    assert here.engine._running().requests.numbers() == []
+    assert here.memory.tobytes() == pattern(0, MIB)
+
+
 def test_all_of_a_batch_are_withdrawn(alone: TransferEngine) -> None:
     memory = np.zeros(4096, np.uint8)
     addresses = [memory.ctypes.data + 1024 * i for i in range(3)]
@@ -253,6 +267,26 @@ def test_a_notification_of_several_pieces_comes_with_its_batch(make: Callable[[i
         """
     )
     assert found == ([("name", text)], 0xAB)
+
+
+def test_a_notification_without_ranges_arrives(make: Callable[[int], Here]) -> None:
+    here = make()
+    notify = TransferNotify("name", "text")
+    assert here.engine.batch_transfer_sync(here.peer.name, [], [], [], Write, notify) == 0
+    found = here.peer.run("result = [(its.name, its.msg) for its in engine.get_notifies()]")
+    assert found == [("name", "text")]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_notification_to_oneself(alone: TransferEngine, count: int) -> None:
+    """It arrives or is refused: 0 never says that what is lost has arrived."""
+    memory = np.zeros(4096, np.uint8)
+    assert alone.register_memory(memory.ctypes.data, 4096) == 0
+    lists = [memory.ctypes.data], [memory.ctypes.data + 1024], [8]
+    given = [each[:count] for each in lists]
+    notify = TransferNotify("name", "text")
+    status = alone.batch_transfer_sync(alone._own, *given, Write, notify)
+    assert len(alone.get_notifies()) == (status == 0)
 
 
 def pattern(first: int, nbytes: int) -> bytes:

@@ -387,6 +387,14 @@ class TestFindings:
         program.agent.transfer(handle)
         assert program.findings() == ["outside_registration"]
 
+    def test_a_range_that_is_partly_outside_is_named_whole(self, program: Program) -> None:
+        last = int(program.here.ctypes.data) + BLOCKS * BLOCK - 4
+        theirs = int(program.there.ctypes.data)
+        handle = program.agent.initialize_xfer("READ", [(last, 8, 0)], [(theirs, 8, 0)], "prefill")
+        program.agent.transfer(handle)
+        (row,) = (row for row in program.recording().events if row.operation == "warning")
+        assert f"[{last:#x}, {last + 8:#x}) is not inside of one registration" in row.error
+
     @pytest.mark.parametrize("ops", [*product(("READ", "WRITE"), repeat=2)])
     def test_two_transfers_in_flight_are_compared(
         self, tmp_path: Path, ops: tuple[str, str]

@@ -8,6 +8,7 @@ import functools
 import operator
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ import kvplan
 from kvplan import LLMException, LLMStatusCode, Rows, Transfer
 from kvplan.cli import main
 from kvplan.recording import read, who_wrote
-from kvplan.recording.format import LENGTH, MAGIC, framed, row_in
+from kvplan.recording.format import LENGTH, MAGIC, TEMPLATE, framed, row_in
 from tests.recording.operations import DESC, PLAN, record, recorder, tags
 from tests.support.plans import joined
 from tests.support.refusals import refused
@@ -75,6 +76,37 @@ def test_a_damaged_recording_is_refused_or_read_and_nothing_else(tmp_path):
     assert statuses == {"LLM_PARAM_INVALID"}
 
 
+@pytest.mark.parametrize(
+    ("field", "reason"),
+    [
+        (None, "its template 1 is in no file that was read"),
+        ("stride", "damaged: KeyError.'stride'."),
+    ],
+)
+def test_the_reason_names_what_is_missing(tmp_path, field, reason):
+    path = tmp_path / "a.kvrec"
+    with recorder(path) as writer:
+        record(writer, PLAN)
+    rows = rows_of(path.read_bytes())
+    (template,) = (row for row in rows if row[0] == TEMPLATE)
+    if field is None:
+        rows.remove(template)
+    else:
+        del template[2]["src"][field]
+    path.write_bytes(MAGIC + b"".join(framed(map(msgspec.msgpack.encode, rows))))
+    (transfer,) = read(path).transfers
+    with refused("LLM_PARAM_INVALID", f"transfer 0.*{reason}"):
+        _ = transfer.plan
+
+
+def rows_of(data: bytes) -> list[list[Any]]:
+    rows, at = [], len(MAGIC)
+    while found := row_in(data, at):
+        rows.append(msgspec.msgpack.decode(data[at + LENGTH.size : found[1]]))
+        at = found[1]
+    return rows
+
+
 VALUES = (
     *(None, 0, -1, 2**63 - 1, 2**64 - 1, -(2**63), 1e308, float("nan"), float("inf"), True, 64),
     *("", "x", "sorted", "B2B", b"", b"123", b"\xff" * 8, [], {}, [1], {"a": 1}),
@@ -97,10 +129,7 @@ def test_rows_that_hold_anything_are_refused_or_read(tmp_path, capsys):
         record(writer, kvplan.plan(Transfer(Rows(DESC), Rows(DESC)), local="dst"), "b")
         record(writer, joined({"x": PLAN, "y": PLAN}), "c")
         writer.event("lease", LLMStatusCode.LLM_SUCCESS, 0.0, "", {"lease": 1, "blocks": (1, 2)})
-    rows, data, at = [], path.read_bytes(), len(MAGIC)
-    while found := row_in(data, at):
-        rows.append(msgspec.msgpack.decode(data[at + LENGTH.size : found[1]]))
-        at = found[1]
+    rows = rows_of(path.read_bytes())
     rng = random.Random(3)
     for _ in range(250):
         changed = copy.deepcopy(rows)

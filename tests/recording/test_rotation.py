@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import subprocess
+import sys
+import textwrap
 import threading
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from kvplan.recording.files import RotatingFile
 from kvplan.recording.format import LENGTH
 from tests.recording.operations import PLAN, SMALLEST, record, recorder, tags
 from tests.support.refusals import refused
+from tests.support.rights import denying
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -185,3 +189,35 @@ def test_one_file_has_one_recorder(tmp_path):
             recorder(path)
         record(writer, PLAN, "still written")
     assert tags(path) == ["still written"]
+
+
+def test_a_file_that_cannot_be_begun_is_not_in_use(tmp_path):
+    def interrupted(number):
+        raise KeyboardInterrupt
+
+    path = tmp_path / "a.kvrec"
+    with pytest.raises(KeyboardInterrupt):
+        RotatingFile(path, interrupted, max_bytes=SMALLEST, files=4)
+    RotatingFile(path, lambda number: [b"head"], max_bytes=SMALLEST, files=4).close()
+
+
+FULL = """
+import os, resource, sys
+from kvplan.recording.files import RotatingFile
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+file = None
+try:
+    file = RotatingFile(sys.argv[1], lambda number: [bytes(999)], max_bytes=1 << 20, files=1)
+except OSError as error:
+    print(error.strerror)
+open_files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+print(sys.argv[1] in open_files)
+"""
+
+
+def test_a_partial_row_that_cannot_be_removed_hides_neither_the_reason_nor_the_file(tmp_path):
+    code = textwrap.dedent(denying("ftruncate")) + FULL
+    command = [sys.executable, "-W", "error", "-c", code, str(tmp_path / "a.kvrec")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["File too large", "False"]

@@ -72,11 +72,10 @@ class LayerSource:
                 f"src_block_indices has {len(src)} blocks and dst_block_indices {len(dst)}; they "
                 "must be of equal length"
             )
-        if (nbytes and not dst) or (dst and not src and not nbytes):
-            raise invalid(
-                f"dst_block_memory_size={nbytes} must be given if, and only if, src_cache is "
-                "contiguous and dst_block_indices is not empty"
-            )
+        if nbytes and not dst:
+            raise invalid(f"dst_block_memory_size={nbytes} must be 0 without dst_block_indices")
+        if dst and not src and not nbytes:
+            raise invalid("dst_block_memory_size must be given to push a slot to blocks")
         if src and max(src) >= (num_blocks := cache.cache_desc.batch_size):
             raise invalid(f"src_block_indices holds {max(src)}, out of range [0, {num_blocks})")
         if (num_tensors := cache.cache_desc.num_tensors) % TENSORS_PER_LAYER:

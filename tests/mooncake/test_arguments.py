@@ -1,0 +1,88 @@
+"""Arguments that no call can use: a status or a TypeError, never another exception or a crash."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan.mooncake.engine import TransferEngine, Write
+from tests.ascend.fixtures import sim_folder, simulator
+from tests.support.refusals import refused
+
+__all__ = ["sim_folder", "simulator"]  # fixtures
+
+ROOT = Path(__file__).parents[2]
+SIZE = 4096
+
+
+@pytest.fixture
+def engine() -> Iterator[TransferEngine]:
+    made = TransferEngine()
+    assert made.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def address(engine: TransferEngine) -> Iterator[int]:
+    memory = np.zeros(SIZE, np.uint8)
+    assert engine.register_memory(memory.ctypes.data, SIZE) == 0
+    yield memory.ctypes.data
+    assert not memory.any()
+
+
+WRONG: dict[str, Callable[[TransferEngine, int], Any]] = {
+    "data": lambda engine, at: engine.write_bytes_to_buffer(at, 5, 5),  # type: ignore[arg-type]
+    "location": lambda engine, at: engine.register_memory(at + SIZE, 1, None),  # type: ignore[arg-type]
+    "notify": lambda engine, at: engine.transfer_sync(engine._own, at, at + 64, 8, Write, "text"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_of_the_wrong_type(engine: TransferEngine, address: int, name: str) -> None:
+    with pytest.raises(TypeError, match=name.replace("data", "bytes-like")):
+        WRONG[name](engine, address)
+
+
+@pytest.mark.parametrize("length", [1 << 62, 1 << 63, (1 << 64) - 1])
+def test_a_buffer_that_is_too_large(engine: TransferEngine, length: int) -> None:
+    assert engine.allocate_managed_buffer(length) == 0
+    assert engine.datadist.caches() == []
+
+
+def test_a_timeout_that_is_too_large(
+    engine: TransferEngine, address: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MC_TRANSFER_TIMEOUT", "9" * 400)
+    assert engine.transfer_sync_write(engine._own, address, address + 64, 8) == -1
+    assert engine.batch_transfer_async_write(engine._own, [address], [address + 64], [8]) == 0
+
+
+def on_device() -> str:
+    """Take memory of a device for the host's; return the outcomes."""
+    logging.disable()
+    engine = TransferEngine()
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "ascend", "") == 0
+    buffer = engine.datadist.device.native.allocate(SIZE)
+    assert engine.register_memory(buffer.address, SIZE, "npu:0") == 0
+    with refused("LLM_PARAM_INVALID", "is memory of a device"):
+        engine.read_bytes_from_buffer(buffer.address, 4)
+    status = engine.write_bytes_to_buffer(buffer.address, b"abcd", 4)
+    engine.close()
+    return f"refused, {status}"
+
+
+@pytest.mark.usefixtures("simulator")
+def test_memory_of_a_device_is_not_that_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPLAN_ACCELERATOR", "ascend")
+    code = "from tests.mooncake.test_arguments import on_device; print(on_device())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "refused, -1"

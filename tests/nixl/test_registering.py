@@ -1,0 +1,64 @@
+"""Memory is registered as long as an agent knows it; lists are of the agent that is named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvplan.nixl._api import nixl_agent
+from kvplan.nixl._bindings import nixlNotFoundError
+from tests.support.interrupts import Interrupts
+
+ROOT = Path(__file__).parents[2]
+
+
+def interrupted(name: str) -> int:
+    """Interrupt `name` at each place; then the agent's memory can be deregistered once."""
+    agent, memory = nixl_agent("a"), np.zeros(2 * 4096, np.uint8)
+    rows = [(memory.ctypes.data + 4096 * i, 4096, 0, "") for i in range(2)]
+    descs = agent.get_reg_descs(rows, "DRAM")
+    assert descs is not None
+    caches = agent.agent.engine.datadist.caches
+    interrupts = Interrupts("/kvplan/nixl/")
+    goes_on = True
+    while goes_on:
+        if name == "deregister_memory":
+            agent.register_memory(descs)
+        goes_on = interrupts.call(lambda: getattr(agent, name)(descs))
+        is_known = agent.agent._local.regions != {}
+        if is_known:
+            agent.deregister_memory(descs)
+        else:
+            with pytest.raises(nixlNotFoundError):
+                agent.deregister_memory(descs)
+        assert caches() == [], (interrupts.place, is_known)
+    agent.agent.close()
+    return interrupts.place
+
+
+@pytest.mark.parametrize("name", ["register_memory", "deregister_memory"])
+def test_a_call_that_was_interrupted_leaves_nothing_unknown(name: str) -> None:
+    code = f"from tests.nixl.test_registering import interrupted; print(interrupted({name!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20
+
+
+def test_a_list_is_prepared_for_the_agent_that_is_named_in_any_order() -> None:
+    agent, memory = nixl_agent("a"), np.zeros(64, np.uint8)
+    descs = agent.register_memory([(memory.ctypes.data, 64, 0, "")], "DRAM").trim()
+    prepare = agent.agent.prepXferDlist
+    local = [prepare(descs), prepare(descs=descs), prepare(descs=descs, agent_name="")]
+    assert all(agent.agent._sides[number].agent == "" for number in local)
+    assert agent.agent._sides[prepare(descs=descs, backend=[], agent_name="a")].agent == "a"
+    with pytest.raises(nixlNotFoundError, match="'other' is not known"):
+        prepare(descs=descs, agent_name="other")
+    with pytest.raises(TypeError, match="remote_agent"):
+        prepare(descs=descs, remote_agent="other")
+    agent.agent.close()
