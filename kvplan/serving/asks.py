@@ -131,7 +131,7 @@ class Asks:
     def _wait(self, cluster_id: int, ask: Ask, name: Handle | str, nbytes: int) -> bool:
         """Let an ask with a goal of `nbytes` wait; return False if the ask was refused instead."""
         consumer = self._consumers.setdefault(cluster_id, _Consumer())
-        known, _ = consumer.waiting.get(ask.number, (name, 0))
+        known, replaced = consumer.waiting.get(ask.number, (name, 0))
         if known != name:  # its push would stay when the ask is replaced
             reason = f"its number is that of a waiting ask for {known}"
             self._refuse(cluster_id, ask, reason)
@@ -140,7 +140,7 @@ class Asks:
             reason = f"{MAX_WAITING} asks of cluster {cluster_id} are waiting, the maximum"
             self._refuse(cluster_id, ask, reason)
             return False
-        if nbytes and consumer.nbytes + nbytes > MAX_GOAL_NBYTES:
+        if nbytes and consumer.nbytes - replaced + nbytes > MAX_GOAL_NBYTES:
             reason = f"waiting goals of cluster {cluster_id} exceed {MAX_GOAL_NBYTES} bytes"
             self._refuse(cluster_id, ask, reason)
             self._drop_idle(cluster_id)

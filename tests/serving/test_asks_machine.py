@@ -102,9 +102,12 @@ class Machine:
         """A consumer asks; its goal comes in parts, of which the last may be lost."""
         cluster_id, number = self.random.choice(CLUSTERS), self.random.choice(NUMBERS)
         name: Handle | str = self.random.choice((*HANDLES, *NAMES))
+        if self.waiting and self.random.random() < 0.3:  # again, as after the end of a link
+            cluster_id, number = self.random.choice([*self.waiting])
+            name = self.waiting[cluster_id, number].name
         data = b""
         if isinstance(name, str) and self.random.random() < 0.7:
-            data = goal_of(cluster_id, number, self.random.randrange(100)).to_bytes()
+            data = goal_of(cluster_id, number, self.random.randrange(300)).to_bytes()
         size = self.random.choice((100, 1000))
         pieces = [data[at : at + size] for at in range(0, len(data), size)] or [b""]
         lost = len(pieces) > 1 and self.random.random() < 0.5
@@ -143,10 +146,11 @@ class Machine:
             return
         of_cluster = [one for one in self.waiting if one[0] == key[0]]
         before = self.waiting.get(key)
+        kept = self.nbytes(key[0]) - (0 if before is None else len(before.goal))
         if (
             (before is not None and before.name != name)
             or (before is None and len(of_cluster) >= MAX_WAITING)
-            or (goal and self.nbytes(key[0]) + len(goal) > MAX_GOAL_NBYTES)
+            or (goal and kept + len(goal) > MAX_GOAL_NBYTES)
         ):
             self.expected.append((*key, False))
             return
