@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
     "addressed": 714,
-    "cli": 3776,
+    "cli": 3801,
     "control": 3602,
     "debug": 780,
     "device": 1253,
