@@ -29,7 +29,7 @@ MAX_LINES = {
     "llm_datadist": 3828,
     "mooncake": 591,
     "nixl": 1724,
-    "observe": 1642,
+    "observe": 1649,
     "planning": 5686,
     "recording": 1673,
     "run": 364,
