@@ -261,6 +261,7 @@ def test_exports(recorded, capsys, tmp_path):
         (["{0}", "--plan", "1", "--expect", "dst:0..99999999"], "at most 1,048,576 entries"),
         (["{0}", "--block", "x"], "write CACHE:BLOCK"),
         (["{0}", "--since", "soon"], "--since soon"),
+        (["{0}", "--compare", "#²", "x"], "has no transfer of that tag"),
         (["{0}", "--operation", "pull_blcks"], "similar: pull_blocks"),
         (["{0}", "--operation", "pusch"], "similar: push"),
         (["{0}.missing"], "No such file"),
