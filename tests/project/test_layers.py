@@ -28,7 +28,7 @@ MAX_LINES = {
     "links": 3970,
     "llm_datadist": 3828,
     "mooncake": 591,
-    "nixl": 1724,
+    "nixl": 1742,
     "observe": 1649,
     "planning": 5686,
     "recording": 1673,
