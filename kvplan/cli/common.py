@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
@@ -44,6 +45,17 @@ class ExitCode(IntEnum):
     """Interrupted by Ctrl-C: 128 + SIGINT, as a shell reports it."""
     CLOSED = 141
     """The reader of its output has exited (`| head`): 128 + SIGPIPE."""
+
+
+class Number(click.FloatRange):
+    """A number in a range; `click.FloatRange` takes NaN for one of any range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number."""
+        number = super().convert(value, param, ctx)
+        if isnan(number):
+            self.fail(f"{value} is not a number", param, ctx)
+        return number
 
 
 def json_option(function: _F) -> _F:

@@ -7,7 +7,7 @@ from typing import Final
 
 import click
 
-from kvplan.cli.common import ExitCode, console, json_option, write_json
+from kvplan.cli.common import ExitCode, Number, console, json_option, write_json
 from kvplan.cli.probe import Found, Probe, Report
 from kvplan.engine.options import Options
 from kvplan.links.values import LinkStatus
@@ -51,7 +51,7 @@ _LISTED: Final = 16
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0.001, max=3600),
+    type=Number(min=0.001, max=3600),
     default=5.0,
     show_default=True,
     metavar="SECONDS",

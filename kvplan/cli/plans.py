@@ -13,6 +13,7 @@ import click
 
 from kvplan.cli.common import (
     ExitCode,
+    Number,
     json_option,
     picture_option,
     plan_argument,
@@ -173,7 +174,7 @@ _dump = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 )
 @click.option(
     "--atol",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=0.0,
     metavar="X",
     help="With --expected: allowed difference of elements. Default: none.",

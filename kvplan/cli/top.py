@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict
 import click
 import msgspec
 
-from kvplan.cli.common import ExitCode, console, json_option, table, write_json
+from kvplan.cli.common import ExitCode, Number, console, json_option, table, write_json
 from kvplan.control.status_socket import Answer, read_all
 from kvplan.planning.texts import nbytes_text
 from kvplan.validation import printable, resolved
@@ -120,7 +120,7 @@ class Engine:
 )
 @click.option(
     "--interval",
-    type=click.FloatRange(0.1, 3600),
+    type=Number(0.1, 3600),
     default=1.0,
     show_default=True,
     metavar="SECONDS",

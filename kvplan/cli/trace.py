@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from difflib import get_close_matches
 from functools import partial
@@ -134,6 +134,10 @@ def trace(
     for all recordings in it, for example those of KVPLAN_RECORD. Exits with 0, or with 2 if a FILE
     cannot be read. See docs/how-to/recording.md.
     """
+    chosen = {"--tag": tag, "--cluster": cluster, "--operation": operation, "--since": since}
+    chosen |= {"--failed": failed or None}
+    modes = {"--compare": compared, "--sums": sums or None, "--plan": explained}
+    _check_combined(modes | {"--save-plan": saved, "--block": block}, chosen)
     files = tuple(_recordings_of(files))
     recordings = [read(path) for path in files]
     if operation is not None:
@@ -149,13 +153,13 @@ def trace(
     if block is not None:
         return _block(recordings, block, as_json=as_json)
     found: _Found = [(one, one.rows) for one in recordings]
-    if tag or operation or failed or (cluster, since) != (None, None):
-        chosen = partial(select, tag=tag, cluster=cluster, operation=operation, failed=failed)
+    if any(given is not None for given in chosen.values()):
+        rows_of = partial(select, tag=tag, cluster=cluster, operation=operation, failed=failed)
         begins = [
             None if since is None else _moment(since, one.header.started) for one in recordings
         ]
         found = [
-            (one, [*chosen(one, since=begin)])
+            (one, [*rows_of(one, since=begin)])
             for one, begin in zip(recordings, begins, strict=True)
         ]
     if perfetto is not None:
@@ -174,6 +178,14 @@ def trace(
     for recording, rows in found:
         _list(recording, rows)
     return ExitCode.OK
+
+
+def _check_combined(modes: Mapping[str, object], chosen: Mapping[str, object]) -> None:
+    """Refuse options that choose rows beside one that does not list rows."""
+    mode = next((name for name, given in modes.items() if given is not None), None)
+    for name, given in chosen.items():
+        if mode is not None and given is not None and (mode, name) != ("--sums", "--tag"):
+            raise click.UsageError(f"{name} has no effect with {mode}")
 
 
 def _recordings_of(paths: Sequence[Path]) -> Iterator[Path]:

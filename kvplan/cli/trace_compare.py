@@ -49,7 +49,7 @@ def _transfers(
     recording: Recording, name: str, recordings: Sequence[Recording]
 ) -> list[TransferRecord]:
     """Return the transfers of a request, or the transfer of a row (`#7`)."""
-    if name[:1] == "#" and name[1:].isdigit():
+    if name[:1] == "#" and name[1:].isdecimal():
         return [transfer_at(recording, int(name[1:]))]
     found = _moved(recording, name)
     if not found:

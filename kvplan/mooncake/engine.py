@@ -130,10 +130,13 @@ class TransferEngine:
         with self._mutex:
             if self._engine is not None:
                 raise LLMException("the engine is initialized already")
-            self._engine = AddressedEngine(
-                secrets.randbits(64), Options.of(listens), where_named, _log
-            )
-            self._own = f"{host}:{self._port()}"
+            engine = AddressedEngine(secrets.randbits(64), Options.of(listens), where_named, _log)
+            try:
+                self._own = f"{host}:{_port_of(engine)}"
+            except LLMException:
+                engine.datadist.finalize()
+                raise
+            self._engine = engine
         _log.info("%s: protocol %s has no effect", self._own, shown(protocol))
         return 0
 
@@ -154,11 +157,7 @@ class TransferEngine:
     @_returns_status()
     def get_rpc_port(self) -> int:
         """Return the port of this engine, for its name "host:port"."""
-        return self._port()
-
-    def _port(self) -> int:
-        address = self._running().datadist.listen_address or ""
-        return split_name(address, "listen_address")[1] or 0
+        return _port_of(self._running())
 
     @property
     def datadist(self) -> Any:
@@ -476,3 +475,8 @@ class TransferEngine:
         if name == self._own:
             return engine.datadist.cluster_id
         return engine.connect(name, _CONNECT_MS)
+
+
+def _port_of(engine: AddressedEngine) -> int:
+    """Return the port at which an engine listens."""
+    return split_name(engine.datadist.listen_address or "", "listen_address")[1] or 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Final, Literal, NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvnative._ranges import choose, first_overlap
+from kvnative._signals import Mutex
 from kvplan.addressed.engine import REFUSALS, Request
 from kvplan.engine.ranges import AddressRanges
 from kvplan.nixl.agent import GONE, LOG, Agent, bytes_of, text_of
@@ -70,6 +71,7 @@ class _Transfer:
     posted: float = 0.0
     ended: float = 0.0
     ranges: AddressRanges | None = None  # of the last post
+    posting: Mutex = field(default_factory=Mutex)  # held by a post, which a release waits for
 
     @property
     def text(self) -> str:
@@ -168,6 +170,16 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
     def postXferReq(self, reqh: int, notif_msg: bytes | str = b"") -> nixl_status_t:  # noqa: N802
         """Begin a transfer, or begin it again after its end."""
         transfer = self._transfer(reqh)
+        with transfer.posting:
+            try:
+                return self._posted(reqh, transfer, notif_msg)
+            finally:
+                if reqh not in self._transfers:  # by another thread, or a signal handler
+                    self._stop(transfer)
+
+    def _posted(self, reqh: int, transfer: _Transfer, notif_msg: bytes | str) -> nixl_status_t:
+        """Begin a transfer, and return its state."""
+        self._transfer(reqh)  # again: another thread may have released the transfer
         if transfer.status is _IN_PROGRESS and self.getXferStatus(reqh) is _IN_PROGRESS:
             raise nixlRepostActiveError(f"transfer {reqh} is still in flight")
         if notif_msg:
@@ -250,9 +262,15 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
     def releaseXferReq(self, reqh: int) -> nixl_status_t:  # noqa: N802
         """Stop and forget a transfer; on return none of its bytes moves. Idempotent."""
         transfer = self._transfers.pop(reqh, None)
-        if transfer is not None and (request := transfer.request) is not None:
-            request.task.cancel(LLMException("the transfer was released"))
+        if transfer is not None:
+            with transfer.posting:
+                self._stop(transfer)
         return _SUCCESS
+
+    def _stop(self, transfer: _Transfer) -> None:
+        """Stop a transfer that was released."""
+        if (request := transfer.request) is not None:
+            request.task.cancel(LLMException("the transfer was released"))
 
     def _transfer(self, reqh: int) -> _Transfer:
         transfer = self._transfers.get(reqh)

@@ -55,7 +55,7 @@ class Agent:
     def __init__(self, recorder: Recorder, *, sums: bool = False) -> None:
         self.recorder = recorder
         self._sums = sums
-        self._registered: dict[tuple[int, int], Side] = {}
+        self._registered: dict[tuple[int, int], list[Side]] = {}  # each may be registered again
         self._host: set[tuple[int, int]] = set()  # registered memory that this process can read
         self._lists: dict[int, tuple[Regions, Peer | None]] = {}
         self._transfers: dict[int, Observed] = {}
@@ -80,10 +80,11 @@ class Agent:
             number, self._num_caches = self._num_caches, self._num_caches + 1
             if is_host:
                 self._host.add((address, nbytes))
-            self._registered[address, nbytes] = Side(
+            side = Side(
                 1, 1, nbytes, False, Placement.HOST, name=name or f"region {number}",
                 cache_id=number,
             )  # fmt: skip
+            self._registered.setdefault((address, nbytes), []).append(side)
             fields = {"cache": number, "region": name, "bytes": nbytes}
             self.recorder.event("register_cache", LLMStatusCode.LLM_SUCCESS, 0.0, "", fields)
         self._inside.clear()
@@ -95,18 +96,24 @@ class Agent:
         """
         for address, nbytes in ranges.tolist():
             keys = [key for key in self._registered if key == (address, nbytes or key[1])]
-            sides = {key: self._registered.pop(key) for key in keys}
-            self._host.difference_update(keys)
+            sides = {key: self._registered[key].pop() for key in keys}
             for key in keys or [(address, nbytes)]:
-                gone = Spans(*np.array([[key[0]], [sum(key)]], np.int64))
-                for transfer in self._in_flight.values():
-                    if transfer.here.spans.common(gone) is not None:
-                        transfer.deregistered = True
-                        text = "memory is deregistered before the transfer is done"
-                        self._warn("deregistered_in_flight", transfer, text)
+                if not self._registered.get(key):
+                    self._registered.pop(key, None)
+                    self._host.discard(key)
+                    self._is_gone(key)
                 fields = {"cache": sides[key].cache_id if key in sides else -1}
                 self.recorder.event("unregister_cache", LLMStatusCode.LLM_SUCCESS, 0.0, "", fields)
         self._inside.clear()
+
+    def _is_gone(self, region: tuple[int, int]) -> None:
+        """Warn if a transfer in flight uses memory that is no longer registered."""
+        gone = Spans(*np.array([[region[0]], [sum(region)]], np.int64))
+        for transfer in self._in_flight.values():
+            if transfer.here.spans.common(gone) is not None:
+                transfer.deregistered = True
+                text = "memory is deregistered before the transfer is done"
+                self._warn("deregistered_in_flight", transfer, text)
 
     def prepare(
         self,
@@ -201,7 +208,7 @@ class Agent:
         here, there, nbytes = (np.atleast_1d(np.array(i, np.int64)) for i in (here, there, nbytes))
         registered = sorted(self._registered.items(), key=lambda item: item[0])
         bases = np.array([address for (address, _), _ in registered], np.int64)
-        sides = [side for _, side in registered]
+        sides = [held[-1] for _, held in registered]
         ours, theirs = End(lambda: (here, nbytes)), End(lambda: (there, nbytes))
         known = self._outside(ours.spans) is None
         self._transfers[handle] = Observed(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 import kvplan
 from kvnative._tuning import Tuning
 from kvplan.control.auth import ClusterKey
@@ -71,3 +73,19 @@ def test_a_line_that_is_not_understood_exits_with_2() -> None:
         assert misused.returncode == 2
         assert "Usage: kvplan" in misused.stderr
         assert "Traceback" not in misused.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "arguments"),
+    [
+        ("--timeout", ["ping", "127.0.0.1:1"]),
+        ("--interval", ["top", "--once"]),
+        ("--timeout", ["info"]),
+        ("--atol", ["replay"]),
+    ],
+)
+def test_a_number_that_is_not_a_number_is_refused(option: str, arguments: list[str]) -> None:
+    name, *rest = arguments
+    done = command(name, option, "nan", *rest)
+    assert done.returncode == 2
+    assert f"Invalid value for '{option}': nan is not a number" in done.stderr

@@ -298,6 +298,8 @@ def test_options_that_can_be(
         MANAGED | {"llm.MemPoolConfig": "{}"},
         MANAGED | {"llm.LinkRetryCount": "101"},
         MANAGED | {"llm.SyncKvCacheWaitTime": "abc"},
+        MANAGED | {"llm.SyncKvCacheWaitTime": "²"},  # a digit, and not a number
+        MANAGED | {"ge.flowGraphMemMaxSize": "²"},
         MANAGED | {"llm.RdmaServiceLevel": "x"},
         MANAGED | {"llm.EnableRemoteCacheAccessible": "2"},
         MANAGED | {"ge.exec.deviceId": "0;1"},

@@ -65,6 +65,19 @@ def test_a_timeout_that_is_too_large(
     assert engine.batch_transfer_async_write(engine._own, [address], [address + 64], [8]) == 0
 
 
+def test_an_engine_without_a_port_is_not_initialized(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A peer could not name it."""
+    monkeypatch.setenv("KVPLAN_LISTEN_IP_INFO", f"ipc://{tmp_path}/socket")
+    engine = TransferEngine()
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == -1
+    assert list(tmp_path.iterdir()) == []  # it does not listen any more
+    monkeypatch.delenv("KVPLAN_LISTEN_IP_INFO")
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    engine.close()
+
+
 def on_device() -> str:
     """Take memory of a device for the host's; return the outcomes."""
     logging.disable()

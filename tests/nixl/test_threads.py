@@ -78,3 +78,47 @@ def test_a_message_to_itself_that_comes_while_others_are_read_is_kept() -> None:
         agent.send_notif("alone", message)
     assert [*found, agent.get_new_notifs()] == [{}, {"alone": [b"one"]}, {"alone": [b"two"]}]
     agent.agent.close()
+
+
+@pytest.mark.parametrize("by_thread", [False, True])
+def test_a_transfer_that_is_released_while_it_is_posted_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, by_thread: bool
+) -> None:
+    """By another thread, or by a signal handler."""
+    agent, memory = nixl_agent("alone"), np.zeros(2 * KIB, np.uint8)
+    ours = agent.register_memory([(memory.ctypes.data, 2 * KIB, 0, "")], "DRAM").trim()
+    handle = agent.initialize_xfer("READ", ours, ours, "alone")
+    stopped, told = threading.Event(), list[bool]()
+
+    class Task:
+        done = settled = False
+
+        def cancel(self, reason: object) -> None:
+            stopped.set()
+
+        def wait_done(self, timeout_ms: float) -> bool:
+            return False
+
+    def release() -> None:
+        agent.release_xfer_handle(handle)
+        told.append(stopped.is_set())
+
+    thread = threading.Thread(target=release)
+
+    def begin(*_: object, **__: object) -> Task:
+        if not by_thread:
+            release()
+            return Task()
+        thread.start()
+        while handle._handle in agent.agent._transfers:
+            pass
+        return Task()
+
+    monkeypatch.setattr(agent.agent.engine, "begin", begin)
+    with pytest.raises(bindings.nixlInvalidParamError, match="was released"):
+        agent.transfer(handle)
+    assert stopped.is_set()
+    if by_thread:
+        thread.join()
+        assert told == [True]
+    agent.agent.close()

@@ -422,6 +422,13 @@ class TestFindings:
         assert program.findings() == ["released_before_done"]
         assert [its.failed for its in program.recording().transfers] == [True]
 
+    def test_memory_is_registered_as_often_as_it_was_and_no_longer(self, program: Program) -> None:
+        program.agent.register_memory(program.registered[:1], "DRAM")
+        for found in ([], ["outside_registration"]):
+            program.agent.deregister_memory(program.registered[:1])
+            run(program, [1], [4])
+            assert program.findings() == found
+
     def test_memory_that_is_deregistered_in_flight(self, program: Program) -> None:
         type(program.agent).polls = 1
         handle = run(program, [1], [3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from datetime import datetime
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -260,6 +261,7 @@ def test_exports(recorded, capsys, tmp_path):
         (["{0}", "--plan", "1", "--expect", "dst:0..99999999"], "at most 1,048,576 entries"),
         (["{0}", "--block", "x"], "write CACHE:BLOCK"),
         (["{0}", "--since", "soon"], "--since soon"),
+        (["{0}", "--compare", "#²", "x"], "has no transfer of that tag"),
         (["{0}", "--operation", "pull_blcks"], "similar: pull_blocks"),
         (["{0}", "--operation", "pusch"], "similar: push"),
         (["{0}.missing"], "No such file"),
@@ -309,3 +311,20 @@ class TestCompare:
             assert re.search(why, capsys.readouterr().err)
         assert main(["trace", *map(str, [*recorded[:2], recorded[0]]), "--compare", "a", "b"]) == 2
         assert "--compare needs one FILE, or two" in capsys.readouterr().err
+
+
+CHOICES = ["--tag x", "--cluster 2", "--failed", "--since 1h"]
+MODES = ["--block 1:43", "--plan 0", "--compare #0 #1", "--sums"]
+COMBINED = [pair for pair in product(MODES, CHOICES) if pair != ("--sums", "--tag x")]
+
+
+@pytest.mark.parametrize(("mode", "choice"), COMBINED)
+def test_a_choice_that_would_have_no_effect_is_refused(recorded, capsys, mode, choice):
+    assert main(["trace", str(recorded[1]), *mode.split(), *choice.split()]) == 2
+    assert f"{choice.split()[0]} has no effect with {mode.split()[0]}" in capsys.readouterr().err
+
+
+def test_an_empty_tag_is_that_of_rows_without_one(recorded, capsys):
+    out = run(capsys, recorded[0], "--tag", "", "--json")
+    rows = json.loads(out)["recordings"][0]["rows"]
+    assert {row.get("tag", row.get("fields", {}).get("tag", "")) for row in rows} == {""}

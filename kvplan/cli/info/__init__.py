@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import click
 
-from kvplan.cli.common import ExitCode, console, json_option, write_json
+from kvplan.cli.common import ExitCode, Number, console, json_option, write_json
 from kvplan.cli.info import host
 from kvplan.cli.info.text import outline, verdict
 
@@ -34,7 +34,7 @@ _MAX_LINES: Final = 12  # of the output of a process that died
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=60,
     show_default=True,
     metavar="SECONDS",

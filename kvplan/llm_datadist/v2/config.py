@@ -44,7 +44,7 @@ def completed(options: dict[str, str], role: str) -> dict[str, str]:
     """Return a copy with implied options, the role and the listening address."""
     if (size := options.get(_FLOW_GRAPH)) is not None:
         check_isinstance(_FLOW_GRAPH, size, str)
-        if not size.isdigit():
+        if not size.isdecimal():
             raise invalid(f"{_FLOW_GRAPH}={shown(size)} must be one number: there is only one pool")
     own = {**options, "llm.Role": role}
     if LOCAL_COMM_RES in options:
@@ -91,7 +91,7 @@ def engine_options(options: dict[str, str]) -> Options:
     for key, text in options.items():
         check_isinstance("options key", key, str, allow_none=False)
         check_isinstance(f"options[{key!r}]", text, str, allow_none=False)
-        if key == _WAIT_TIME and text.isdigit() and int(text) == 0:
+        if key == _WAIT_TIME and text.isdecimal() and int(text) == 0:
             log.warn(f"{key}={text}: the default of {Options().sync_kv_cache_wait_time} ms is used")
         elif not is_known(key):
             log.warn(unknown_key(key))
@@ -113,7 +113,7 @@ def _is_possible(key: str, text: str) -> bool:
     try:
         Options.of({key: text})
     except (ValueError, LLMException):
-        return not text.isdigit()  # the engine refuses a text that is not a number
+        return not text.isdecimal()  # the engine refuses a text that is not a number
     return True
 
 
