@@ -15,9 +15,10 @@ from weakref import WeakValueDictionary, ref
 import msgspec
 
 from kvnative._backend import NativeError
+from kvnative._completions import CompletionQueue
 from kvnative._layered import LayeredTask
 from kvnative._signals import Condition, Mutex
-from kvnative._task import CompletionQueue, Task
+from kvnative._task import Task
 from kvplan.execution.awaitable import AwaitableTask, NativeTask
 from kvplan.status import LLMException
 from kvplan.system.limits import start_thread, system_error
