@@ -116,7 +116,8 @@ cdef extern from "core/executor.h" nogil:
     int kvn_task_abort(kvn_task *task, int why)
     int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn_report *report)
     bint kvn_task_is_held(kvn_task *task)
-    int kvn_task_report(kvn_task *task, kvn_report *report)
+    uint64_t kvn_task_bytes_done(kvn_task *task)
+    const kvn_report *kvn_task_outcome(const kvn_task *task)
     void kvn_task_release(kvn_task *task)
 
 cdef extern from "core/layered.h" nogil:
@@ -135,7 +136,8 @@ cdef extern from "core/layered.h" nogil:
     int kvn_layered_abort(kvn_layered *layered, int why)
     bint kvn_layered_is_sealed(kvn_layered *layered)
     void kvn_layered_states(kvn_layered *layered, uint8_t *states)
-    int kvn_layered_report(kvn_layered *layered, kvn_report *report)
+    uint64_t kvn_layered_bytes_done(kvn_layered *layered)
+    const kvn_report *kvn_layered_outcome(const kvn_layered *layered)
     uint32_t kvn_layered_spans(const kvn_layered *layered, uint64_t layer, kvn_span *spans)
     void kvn_layered_release(kvn_layered *layered)
 

@@ -42,8 +42,9 @@ cdef class AnyTask:
     cdef int poll_native(self) noexcept nogil
     cdef int wait_native(self, int64_t deadline_ns) noexcept nogil
     cdef int abort_native(self, int why) noexcept nogil
-    # Return the outcome, or the progress so far.
-    cdef Report look(self)
+    cdef uint64_t bytes_done_native(self) noexcept nogil
+    # Convert the native outcome, after it has come.
+    cdef Report make_outcome(self)
     # Return True if the task ends without another call.
     cdef bint will_end(self)
 

@@ -9,7 +9,7 @@ from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
 from kvnative._lower_c cimport KVN_CALLER_WAITS, kvn_columns, kvn_gate
 from kvnative._native cimport *
-from kvnative._report cimport Report, deadline_of, next_look, report_of, report_with
+from kvnative._report cimport Report, deadline_of, next_look, progress_of, report_of, report_with
 
 import atexit
 import sys
@@ -121,7 +121,10 @@ cdef class AnyTask:
     cdef int abort_native(self, int why) noexcept nogil:
         return KVN_FAILED
 
-    cdef Report look(self):
+    cdef uint64_t bytes_done_native(self) noexcept nogil:
+        return 0
+
+    cdef Report make_outcome(self):
         raise NotImplementedError
 
     cdef bint will_end(self):
@@ -168,7 +171,7 @@ cdef class AnyTask:
 
     cdef Report settle(self):
         """Store the outcome of an ended task and release its memory."""
-        cdef Report outcome = self.look()
+        cdef Report outcome = self.make_outcome()
         cdef bint is_first = False
         cdef object keep = None
         with cython.critical_section(self):
@@ -247,11 +250,12 @@ cdef class AnyTask:
     @property
     def report(self) -> Report:
         """The outcome, or a report with status KVN_PENDING and the bytes that have moved."""
-        cdef Report report
+        cdef uint64_t bytes_done
         if self.done:
             return self.settled()
-        report = self.look()
-        return report if report.status == KVN_PENDING else self.settle()
+        with nogil:
+            bytes_done = self.bytes_done_native()
+        return progress_of(bytes_done, self.count)
 
     def wait(self, timeout_ms: float | None = None, give_up: bool = True) -> Report:
         """Wait for the outcome; this thread copies meanwhile.
@@ -385,10 +389,11 @@ cdef class Task(AnyTask):
     cdef int abort_native(self, int why) noexcept nogil:
         return kvn_task_abort(&self.task, why)
 
-    cdef Report look(self):
-        cdef kvn_report native
-        kvn_task_report(&self.task, &native)
-        return report_of(&native, self.count)
+    cdef uint64_t bytes_done_native(self) noexcept nogil:
+        return kvn_task_bytes_done(&self.task)
+
+    cdef Report make_outcome(self):
+        return report_of(kvn_task_outcome(&self.task), self.count)
 
 
 cdef int drop_finished(int most) except -1:

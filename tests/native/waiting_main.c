@@ -36,12 +36,13 @@ static void helper_leaves(void)
     for (int round = 0; round < 40; round++) {
         const int64_t deadline_ns = kvn_now_ns() + 5 * SECOND;
         kvn_report report;
+        uint64_t bytes_done;
         kvn_job job;
 
-        kvn_job_init(&job, &columns, move_slowly, NULL, (kvn_piece_limits){1, KVN_PIECE_MIN});
+        kvn_job_init(&job, &columns, move_slowly, NULL, (kvn_piece_limits){1, KVN_PIECE_MIN}, &report);
         kvn_job_submit(&job, pool, (uint64_t)PIECES * KVN_PIECE_MIN);
-        kvn_job_wait(&job, kvn_now_ns() + 1000000, &report);
-        while (kvn_job_poll(&job, &report) == KVN_PENDING) {
+        kvn_job_wait(&job, kvn_now_ns() + 1000000);
+        while (kvn_job_poll(&job, &bytes_done) == KVN_PENDING) {
             CHECK(kvn_now_ns() < deadline_ns);
             sched_yield();
         }
@@ -66,9 +67,10 @@ static void give_up_between_pieces(void)
     for (int pieces = 1; !has_ended; pieces++) {
         uint64_t claimed = 0, whole = 0, end = 0;
         kvn_piece piece;
+        kvn_report report;
         kvn_job job;
 
-        kvn_job_init(&job, &columns, NULL, NULL, (kvn_piece_limits){COUNT, MIN});
+        kvn_job_init(&job, &columns, NULL, NULL, (kvn_piece_limits){COUNT, MIN}, &report);
         kvn_job_start(&job, total);
         for (int i = 0; i < pieces && kvn_job_has_unclaimed(&job); i++) {
             kvn_job_claim(&job, 1, &piece);
@@ -78,13 +80,13 @@ static void give_up_between_pieces(void)
             end += nbytes[whole++];
         has_cut |= end < claimed;
         has_ended = whole == COUNT;
-        job.report.status = KVN_CANCELLED;
+        report.status = KVN_CANCELLED;
         kvn_job_abandon(&job);
         kvn_job_finish(&job);
-        CHECK(job.report.status == (has_ended ? KVN_OK : KVN_CANCELLED));
-        CHECK(job.report.num_unconfirmed == !has_ended);
+        CHECK(report.status == (has_ended ? KVN_OK : KVN_CANCELLED));
+        CHECK(report.num_unconfirmed == !has_ended);
         if (!has_ended)
-            CHECK(job.report.unconfirmed[0].first == whole && job.report.unconfirmed[0].last == COUNT);
+            CHECK(report.unconfirmed[0].first == whole && report.unconfirmed[0].last == COUNT);
     }
     CHECK(has_cut);
 }
@@ -117,14 +119,12 @@ typedef struct waited {
 
 static int wait_for_request(waited *it)
 {
-    kvn_report report;
-    return it->backend->vtable->wait(it->backend, it->request, KVN_FOREVER, &report);
+    return it->backend->vtable->wait(it->backend, it->request, KVN_FOREVER);
 }
 
 static int abort_request(waited *it)
 {
-    kvn_report report;
-    return it->backend->vtable->abort(it->backend, it->request, KVN_CANCELLED, &report);
+    return it->backend->vtable->abort(it->backend, it->request, KVN_CANCELLED);
 }
 
 static int wait_for_the_task(waited *it) { return kvn_task_wait(&it->task, KVN_FOREVER); }

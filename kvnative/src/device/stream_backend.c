@@ -257,7 +257,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
                                  batch->count);
     }
     shards = batch->after ? 1 : num_shards_of(self, batch, cost);
-    kvn_request *request = kvn_stream_request_create(self, batch, total, shards);
+    kvn_request *request = kvn_stream_request_create(self, batch, total, shards, report);
     if (!request) {
         give_ordered(self, batch, ordered);
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,

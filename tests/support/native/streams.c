@@ -15,19 +15,19 @@ static int streams_submit(kvn_backend *base, const kvn_columns *batch, kvn_reque
     return kvn_inner(base)->vtable->submit(kvn_inner(base), batch, out, report);
 }
 
-static int streams_poll(kvn_backend *base, kvn_request *request, kvn_report *report)
+static int streams_poll(kvn_backend *base, kvn_request *request, uint64_t *bytes_done)
 {
-    return kvn_inner(base)->vtable->poll(kvn_inner(base), request, report);
+    return kvn_inner(base)->vtable->poll(kvn_inner(base), request, bytes_done);
 }
 
-static int streams_wait(kvn_backend *base, kvn_request *request, int64_t deadline_ns, kvn_report *report)
+static int streams_wait(kvn_backend *base, kvn_request *request, int64_t deadline_ns)
 {
-    return kvn_inner(base)->vtable->wait(kvn_inner(base), request, deadline_ns, report);
+    return kvn_inner(base)->vtable->wait(kvn_inner(base), request, deadline_ns);
 }
 
-static int streams_abort(kvn_backend *base, kvn_request *request, int why, kvn_report *report)
+static int streams_abort(kvn_backend *base, kvn_request *request, int why)
 {
-    return kvn_inner(base)->vtable->abort(kvn_inner(base), request, why, report);
+    return kvn_inner(base)->vtable->abort(kvn_inner(base), request, why);
 }
 
 static int streams_block_stream(kvn_backend *base, kvn_request *request, void *stream, int64_t deadline_ns,
@@ -35,10 +35,9 @@ static int streams_block_stream(kvn_backend *base, kvn_request *request, void *s
 {
     streams *self = (streams *)base;
     const int pending = atomic_load(&self->pending);
-    kvn_report outcome;
 
     if (pending < 0)
-        return streams_wait(base, request, deadline_ns, &outcome) == KVN_PENDING ? KVN_PENDING : KVN_OK;
+        return streams_wait(base, request, deadline_ns) == KVN_PENDING ? KVN_PENDING : KVN_OK;
     if (pending > 0) {
         atomic_store(&self->pending, pending - 1);
         return KVN_PENDING;
