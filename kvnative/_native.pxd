@@ -92,6 +92,12 @@ cdef extern from "core/striped.h" nogil:
         KVN_MAX_STRIPES
     kvn_backend *kvn_striped_create(kvn_backend **inner, size_t count, uint64_t min_nbytes)
 
+cdef extern from "core/failure.h" nogil:
+    ctypedef struct kvn_failure:
+        int status
+        int code
+        const char *message
+
 cdef extern from "core/completions.h" nogil:
     ctypedef struct kvn_completions:
         int fd
@@ -114,7 +120,7 @@ cdef extern from "core/executor.h" nogil:
     int kvn_task_poll(kvn_task *task)
     int kvn_task_wait(kvn_task *task, int64_t deadline_ns)
     int kvn_task_abort(kvn_task *task, int why)
-    int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn_report *report)
+    int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn_failure *why)
     bint kvn_task_is_held(kvn_task *task)
     uint64_t kvn_task_bytes_done(kvn_task *task)
     const kvn_report *kvn_task_outcome(const kvn_task *task)

@@ -19,7 +19,7 @@ cdef class Report:
     cdef readonly str message
 
 
-# Return the Report of `count` descriptors in flight.
+# Return the Report of `count` descriptors in flight, with status KVN_PENDING.
 cdef Report progress_of(uint64_t bytes_done, uint64_t count)
 # Convert `native`, the outcome of `count` descriptors.
 cdef Report report_of(const kvn_report *native, uint64_t count)

@@ -9,7 +9,7 @@ from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
 from kvnative._lower_c cimport KVN_CALLER_WAITS, kvn_columns, kvn_gate
 from kvnative._native cimport *
-from kvnative._report cimport Report, deadline_of, next_look, progress_of, report_of, report_with
+from kvnative._report cimport Report, deadline_of, next_look, progress_of, report_of
 
 import atexit
 import sys
@@ -358,14 +358,21 @@ cdef class Task(AnyTask):
         """
         cdef void *handle = <void *><uintptr_t>stream
         cdef int status = KVN_PENDING
-        cdef kvn_report native
+        cdef kvn_failure why
+        cdef Report refusal
         self.backend.check_process()
         while status == KVN_PENDING:
             with nogil:
-                status = kvn_task_block_stream(&self.task, handle, next_look(KVN_FOREVER), &native)
+                status = kvn_task_block_stream(&self.task, handle, next_look(KVN_FOREVER), &why)
             if status == KVN_PENDING:
                 PyErr_CheckSignals()
-        return None if status == KVN_OK else report_with(&native, self.count, ((0, self.count),))
+        if status == KVN_OK:
+            return None
+        refusal = progress_of(0, self.count)
+        refusal.status = why.status
+        refusal.code = why.code
+        refusal.message = why.message.decode(errors="replace")
+        return refusal
 
     cdef int begin(self) except -1:
         """Submit the transfer; a small one is done on return."""

@@ -83,11 +83,11 @@ typedef struct kvn_backend_vtable {
     /* Makes the work that the program enqueues on its `stream` from now on wait for the request, as
      * cudaStreamWaitEvent does: the device waits, not a thread. Waits, until the deadline, until the whole request is
      * enqueued on the device. KVN_OK: ordered, or the request is already over. KVN_PENDING: the deadline passed, and
-     * nothing was ordered. Any other status: `report` has the reason. If the request is aborted afterwards, the stream
+     * nothing was ordered. Any other status: `why` has the reason. If the request is aborted afterwards, the stream
      * does not wait for it. May be called while other threads are in `wait` and `abort`. NULL: no stream can wait for
      * this backend. */
     int (*block_stream)(kvn_backend *self, kvn_request *request, void *stream, int64_t deadline_ns,
-                        kvn_report *report);
+                        struct kvn_failure *why);
     void (*release)(kvn_backend *self, kvn_request *request); /* after an outcome */
     void (*destroy)(kvn_backend *self);                       /* no request is left */
 } kvn_backend_vtable;

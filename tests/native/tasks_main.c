@@ -97,9 +97,9 @@ static void open_wakes(void)
 static sem_t is_ordering, may_end;
 
 static int order_when_told(kvn_backend *self, kvn_request *request, void *stream, int64_t deadline_ns,
-                           kvn_report *report)
+                           kvn_failure *why)
 {
-    (void)self, (void)request, (void)stream, (void)deadline_ns, (void)report;
+    (void)self, (void)request, (void)stream, (void)deadline_ns, (void)why;
     sem_post(&is_ordering);
     sem_wait(&may_end);
     return KVN_OK;
@@ -107,8 +107,8 @@ static int order_when_told(kvn_backend *self, kvn_request *request, void *stream
 
 static void *order_stream(void *task)
 {
-    kvn_report report;
-    return (void *)(intptr_t)kvn_task_block_stream(task, NULL, KVN_FOREVER, &report);
+    kvn_failure why;
+    return (void *)(intptr_t)kvn_task_block_stream(task, NULL, KVN_FOREVER, &why);
 }
 
 /* A thread that waits while a stream is put behind the task continues after that, even if the bytes arrive before. */

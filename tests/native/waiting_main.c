@@ -215,12 +215,47 @@ static void all_who_wait_wake(void)
     kvn_pool_destroy(pool);
 }
 
+/* The bytes that have moved are known while another thread waits. */
+static void bytes_beside_a_wait(void)
+{
+    static const uint64_t nbytes[2] = {KVN_PIECE_MIN, KVN_PIECE_MIN}, nowhere[2];
+    const kvn_columns columns = {.dst = nowhere, .src = nowhere, .nbytes = nbytes, .count = 2};
+    kvn_pool *pool = kvn_pool_create(1);
+    kvn_pooled backend;
+    waited it = {.backend = &backend.base};
+    caller waiting = {wait_for_the_task, &it, 0};
+    pthread_t thread;
+    void *status;
+
+    sem_init(&has_begun, 0, 0);
+    sem_init(&may_end, 0, 0);
+    kvn_pooled_init(&backend, &POOLED, pool, move_when_told);
+    backend.piece.descriptors = 1;
+    kvn_task_init(&it.task, it.backend, &columns, NULL);
+    CHECK(kvn_task_begin(&it.task) == KVN_PENDING);
+    CHECK(pthread_create(&thread, NULL, call, &waiting) == 0);
+    while (!waiting.thread)
+        sched_yield();
+    other = waiting.thread;
+    for (int moved = 0; moved < 2; moved++) {
+        sem_wait(&has_begun);
+        wait_until_it_sleeps();
+        CHECK(kvn_task_bytes_done(&it.task) == (uint64_t)moved * KVN_PIECE_MIN);
+        sem_post(&may_end);
+    }
+    pthread_join(thread, &status);
+    CHECK((intptr_t)status == KVN_OK && kvn_task_bytes_done(&it.task) == 2 * KVN_PIECE_MIN);
+    kvn_task_release(&it.task);
+    kvn_pool_destroy(pool);
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
         {"helper_leaves", helper_leaves},
         {"give_up_between_pieces", give_up_between_pieces},
         {"all_who_wait_wake", all_who_wait_wake},
+        {"bytes_beside_a_wait", bytes_beside_a_wait},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

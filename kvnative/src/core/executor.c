@@ -257,26 +257,26 @@ int kvn_task_abort(kvn_task *task, int why)
     return leave(task);
 }
 
-int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn_report *report)
+int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn_failure *why)
 {
     int status = KVN_OK;
 
     if (!calls(task)->block_stream)
-        return kvn_report_refuse(report, task->columns.count, KVN_UNSUPPORTED, 0,
-                                 "no stream can wait for it, because the bytes are not moved by work on a device's "
-                                 "streams; wait for it on the host");
+        return kvn_fail(why, KVN_UNSUPPORTED, 0,
+                        "no stream can wait for it, because the bytes are not moved by work on a device's streams; "
+                        "wait for it on the host");
     pthread_mutex_lock(&task->mutex);
     if (!is_over(task) && !task->request)
-        status = kvn_report_refuse(report, task->columns.count, KVN_UNSUPPORTED, 0,
-                                   "no stream can wait for it yet, because " KVN_GATE_IS_SHUT
-                                   ", and it is given to the device then; wait for it on the host");
+        status = kvn_fail(why, KVN_UNSUPPORTED, 0,
+                          "no stream can wait for it yet, because " KVN_GATE_IS_SHUT
+                          ", and it is given to the device then; wait for it on the host");
     if (is_over(task) || status != KVN_OK) {
         pthread_mutex_unlock(&task->mutex);
         return status;
     }
     task->ordering++;
     pthread_mutex_unlock(&task->mutex);
-    status = calls(task)->block_stream(task->backend, task->request, stream, deadline_ns, report);
+    status = calls(task)->block_stream(task->backend, task->request, stream, deadline_ns, why);
     pthread_mutex_lock(&task->mutex);
     task->ordering--;
     let_go(task);

@@ -10,7 +10,12 @@
 #include "core/gate.h"
 #include "kvnative/backend.h"
 
-/* Embed it where it stays in place until kvn_task_release; the fields are executor.c's. */
+/* Embed it where it stays in place until kvn_task_release; the fields are executor.c's.
+ *
+ * The end of a transfer is seen three times, because each holder lets go under a lock of its own, and none may take the
+ * next one's: the backend has written the report and touches no byte (on its thread, with its locks), the task has
+ * released the request, which no thread uses any more (`status`, with the mutex), and Python has released descriptors
+ * and memory (`AnyTask.outcome`, with the GIL). The outcome itself exists once, in `outcome`. */
 typedef struct kvn_task {
     kvn_backend *backend;
     kvn_columns columns;
@@ -44,7 +49,7 @@ int kvn_task_wait(kvn_task *task, int64_t deadline_ns);
 int kvn_task_abort(kvn_task *task, int why);
 /* Makes later work of the program's stream wait for the task, by block_stream of the backend. No effect after the
  * outcome. KVN_UNSUPPORTED if the backend cannot, or if the task still waits at a gate. */
-int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn_report *report);
+int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn_failure *why);
 /* Cancels a task that waits at a gate, as KVN_CANCELLED. Never blocks. */
 void kvn_task_cancel_held(kvn_task *task);
 /* True while the task waits at a gate and is not submitted. */

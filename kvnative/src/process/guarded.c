@@ -112,11 +112,11 @@ static void guarded_cancel_held(kvn_backend *base, kvn_request *handle)
 }
 
 static int guarded_block_stream(kvn_backend *base, kvn_request *handle, void *stream, int64_t deadline_ns,
-                                kvn_report *report)
+                                kvn_failure *why)
 {
     kvn_backend *inner = inner_of(base);
 
-    return inner->vtable->block_stream(inner, ((guarded_request *)handle)->inner, stream, deadline_ns, report);
+    return inner->vtable->block_stream(inner, ((guarded_request *)handle)->inner, stream, deadline_ns, why);
 }
 
 static void guarded_release(kvn_backend *base, kvn_request *handle)

@@ -1,7 +1,7 @@
 /* streams: a backend that pretends that a stream can wait for its requests, or reports why not. */
 #include <stdatomic.h>
 
-#include "core/report.h"
+#include "core/failure.h"
 #include "wrappers.h"
 
 typedef struct streams {
@@ -31,7 +31,7 @@ static int streams_abort(kvn_backend *base, kvn_request *request, int why)
 }
 
 static int streams_block_stream(kvn_backend *base, kvn_request *request, void *stream, int64_t deadline_ns,
-                                kvn_report *report)
+                                kvn_failure *why)
 {
     streams *self = (streams *)base;
     const int pending = atomic_load(&self->pending);
@@ -43,7 +43,7 @@ static int streams_block_stream(kvn_backend *base, kvn_request *request, void *s
         return KVN_PENDING;
     }
     return self->status == KVN_OK ? KVN_OK
-                                  : kvn_report_refuse(report, 0, self->status, 7, "no stream %p", stream);
+                                  : kvn_fail(why, self->status, 7, "no stream %p", stream);
 }
 
 static void streams_release(kvn_backend *base, kvn_request *request)

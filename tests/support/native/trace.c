@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "core/columns.h"
+#include "core/failure.h"
 #include "core/report.h"
 #include "core/thread.h"
 #include "wrappers.h"
@@ -94,10 +95,10 @@ static int trace_abort(kvn_backend *base, kvn_request *handle, int why)
 }
 
 static int trace_block_stream(kvn_backend *base, kvn_request *handle, void *stream, int64_t deadline_ns,
-                              kvn_report *report)
+                              kvn_failure *why)
 {
     trace_request *request = (trace_request *)handle;
-    int status = kvn_inner(base)->vtable->block_stream(kvn_inner(base), request->inner, stream, deadline_ns, report);
+    int status = kvn_inner(base)->vtable->block_stream(kvn_inner(base), request->inner, stream, deadline_ns, why);
 
     write_line((trace *)base, "block_stream", request, status);
     return status;
