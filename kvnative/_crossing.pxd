@@ -1,14 +1,7 @@
 # Conversions between Python and C: columns of numbers, checked and never copied; and failures.
 from cpython.buffer cimport PyBUF_FULL_RO, PyBuffer_Release, PyObject_GetBuffer
 
-from kvnative._native cimport KVN_INVALID, KVN_OK, KVN_PEER_GET, KVN_PEER_PUT
-
-
-cdef extern from "core/failure.h" nogil:
-    ctypedef struct kvn_failure:
-        int status
-        int code
-        const char *message
+from kvnative._native cimport KVN_INVALID, KVN_OK, KVN_PEER_GET, KVN_PEER_PUT, kvn_failure
 
 
 cdef extern from "core/library.h" nogil:

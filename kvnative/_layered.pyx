@@ -8,7 +8,7 @@ from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
 from kvnative._lower_c cimport kvn_columns, kvn_gate
 from kvnative._native cimport *
-from kvnative._report cimport Report, report_of, report_with
+from kvnative._report cimport Report, report_with
 from kvnative._task cimport AnyTask, Gate
 
 __all__ = ["LAYER_DONE", "LAYER_FAILED", "LAYER_MOVING", "LAYER_WAITING", "LayeredTask"]
@@ -65,12 +65,11 @@ cdef class LayeredTask(AnyTask):
     cdef int abort_native(self, int why) noexcept nogil:
         return kvn_layered_abort(&self.layered, why)
 
-    cdef Report look(self):
-        cdef kvn_report native
-        cdef int status = kvn_layered_report(&self.layered, &native)
-        if status == KVN_OK or status == KVN_PENDING:
-            return report_of(&native, self.count)
-        return report_with(&native, self.count, self.unconfirmed())
+    cdef uint64_t bytes_done_native(self) noexcept nogil:
+        return kvn_layered_bytes_done(&self.layered)
+
+    cdef Report make_outcome(self):
+        return report_with(kvn_layered_outcome(&self.layered), self.count, self.unconfirmed())
 
     cdef tuple unconfirmed(self):
         """Return the merged spans of the whole array, once there is an outcome."""

@@ -92,6 +92,12 @@ cdef extern from "core/striped.h" nogil:
         KVN_MAX_STRIPES
     kvn_backend *kvn_striped_create(kvn_backend **inner, size_t count, uint64_t min_nbytes)
 
+cdef extern from "core/failure.h" nogil:
+    ctypedef struct kvn_failure:
+        int status
+        int code
+        const char *message
+
 cdef extern from "core/completions.h" nogil:
     ctypedef struct kvn_completions:
         int fd
@@ -114,9 +120,10 @@ cdef extern from "core/executor.h" nogil:
     int kvn_task_poll(kvn_task *task)
     int kvn_task_wait(kvn_task *task, int64_t deadline_ns)
     int kvn_task_abort(kvn_task *task, int why)
-    int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn_report *report)
+    int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn_failure *why)
     bint kvn_task_is_held(kvn_task *task)
-    int kvn_task_report(kvn_task *task, kvn_report *report)
+    uint64_t kvn_task_bytes_done(kvn_task *task)
+    const kvn_report *kvn_task_outcome(const kvn_task *task)
     void kvn_task_release(kvn_task *task)
 
 cdef extern from "core/layered.h" nogil:
@@ -135,7 +142,8 @@ cdef extern from "core/layered.h" nogil:
     int kvn_layered_abort(kvn_layered *layered, int why)
     bint kvn_layered_is_sealed(kvn_layered *layered)
     void kvn_layered_states(kvn_layered *layered, uint8_t *states)
-    int kvn_layered_report(kvn_layered *layered, kvn_report *report)
+    uint64_t kvn_layered_bytes_done(kvn_layered *layered)
+    const kvn_report *kvn_layered_outcome(const kvn_layered *layered)
     uint32_t kvn_layered_spans(const kvn_layered *layered, uint64_t layer, kvn_span *spans)
     void kvn_layered_release(kvn_layered *layered)
 

@@ -19,7 +19,9 @@ cdef class Report:
     cdef readonly str message
 
 
-# Convert `native`, the report of `count` descriptors.
+# Return the Report of `count` descriptors in flight, with status KVN_PENDING.
+cdef Report progress_of(uint64_t bytes_done, uint64_t count)
+# Convert `native`, the outcome of `count` descriptors.
 cdef Report report_of(const kvn_report *native, uint64_t count)
 # Likewise, with `unconfirmed` instead of the spans in `native`.
 cdef Report report_with(const kvn_report *native, uint64_t count, tuple unconfirmed)

@@ -57,13 +57,19 @@ cdef class Report:
                 f" unconfirmed={self.unconfirmed}, message={self.message!r})")
 
 
+cdef Report progress_of(uint64_t bytes_done, uint64_t count):
+    cdef Report self = Report.__new__(Report)
+    self.status = KVN_PENDING
+    self.bytes_done = bytes_done
+    self.unconfirmed = ((0, count),)
+    self.message = ""
+    return self
+
+
 cdef Report report_of(const kvn_report *native, uint64_t count):
-    """Return the Report of `count` descriptors."""
     cdef uint32_t i
     if native.status == KVN_OK:
         return report_with(native, count, ())
-    if native.status == KVN_PENDING:
-        return report_with(native, count, ((0, count),))
     return report_with(native, count,
                        tuple([(native.unconfirmed[i].first, native.unconfirmed[i].last)
                               for i in range(native.num_unconfirmed)]))

@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint64_t
 from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
 from kvnative._lower_c cimport kvn_columns, kvn_gate
-from kvnative._native cimport kvn_completions, kvn_ending, kvn_task
+from kvnative._native cimport kvn_ending, kvn_task
 from kvnative._report cimport Report
 
 
@@ -24,17 +24,6 @@ cdef class Revocable:
     cdef bint contains(self, Revocable memory)
 
 
-# Watched tasks that have ended.
-cdef class CompletionQueue:
-    cdef kvn_completions native
-    cdef dict items            # token of a watched task -> its item
-    cdef uint64_t last_token
-    cdef bint is_open
-    cdef int pid
-
-    cdef int check_process(self) except -1
-
-
 cdef class AnyTask:
     # Declared before the native task, which uses `descriptors` and `keep` until the outcome, and
     # `backend` as long as this object lives.
@@ -45,7 +34,7 @@ cdef class AnyTask:
     cdef uint64_t count
     cdef Report outcome           # None while in flight
     cdef kvn_ending ending
-    cdef CompletionQueue queue    # the queue that watches the task, or None
+    cdef object queue             # the CompletionQueue that watches the task, or None
     cdef uint64_t token           # of the task in the queue
     cdef list gates               # Gates of the task, or None
 
@@ -53,8 +42,9 @@ cdef class AnyTask:
     cdef int poll_native(self) noexcept nogil
     cdef int wait_native(self, int64_t deadline_ns) noexcept nogil
     cdef int abort_native(self, int why) noexcept nogil
-    # Return the outcome, or the progress so far.
-    cdef Report look(self)
+    cdef uint64_t bytes_done_native(self) noexcept nogil
+    # Convert the native outcome, after it has come.
+    cdef Report make_outcome(self)
     # Return True if the task ends without another call.
     cdef bint will_end(self)
 

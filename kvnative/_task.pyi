@@ -1,10 +1,10 @@
-from typing import Any, Never, final
+from typing import Never, final
 
 from typing_extensions import disjoint_base
 
 from kvnative._report import Report
 
-__all__ = ["CompletionQueue", "Gate", "Revocable", "Task", "revoke"]
+__all__ = ["Gate", "Revocable", "Task", "revoke"]
 
 @disjoint_base
 class Gate:
@@ -15,13 +15,6 @@ class Revocable:
     def __init__(self, parts: tuple[Revocable, ...] = ()) -> None: ...
     @property
     def revoked(self) -> str | None: ...
-
-@final
-class CompletionQueue:
-    def fileno(self) -> int: ...
-    def watch(self, task: AnyTask, item: object) -> None: ...
-    def take(self) -> list[Any]: ...
-    def forget(self, task: AnyTask, item: object) -> bool: ...
 
 @disjoint_base
 class AnyTask:

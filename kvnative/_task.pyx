@@ -9,16 +9,13 @@ from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
 from kvnative._lower_c cimport KVN_CALLER_WAITS, kvn_columns, kvn_gate
 from kvnative._native cimport *
-from kvnative._report cimport Report, deadline_of, next_look, report_of, report_with
+from kvnative._report cimport Report, deadline_of, next_look, progress_of, report_of
 
 import atexit
-import os
 import sys
 import threading
 
-from kvnative._backend import NativeError
-
-__all__ = ["CompletionQueue", "Gate", "Revocable", "Task", "revoke"]
+__all__ = ["Gate", "Revocable", "Task", "revoke"]
 
 # All tasks in flight, kept here because native code points to their memory.
 cdef dict in_flight = {}
@@ -99,79 +96,6 @@ def revoke(memory: Revocable, why: str) -> None:
                 task.revoke()
 
 
-cdef enum:
-    TAKEN_AT_ONCE = 256  # tokens of a queue, on the stack
-
-
-@cython.final
-@cython.auto_pickle(False)
-cdef class CompletionQueue:
-    """A queue of watched tasks that have ended; one thread at a time takes them."""
-
-    def __cinit__(self):
-        cdef int error = kvn_completions_init(&self.native)
-        if error:
-            raise NativeError(f"no eventfd for a queue of completions: {os.strerror(error)}", error)
-        self.is_open = True
-        self.pid = getpid()
-        self.items = {}
-
-    def __dealloc__(self):
-        # A forked child may find the mutex locked by a thread that it does not have.
-        if self.is_open and self.pid == getpid():
-            kvn_completions_fini(&self.native)
-
-    cdef int check_process(self) except -1:
-        if self.pid != getpid():
-            raise NativeError(f"the queue of completions belongs to process {self.pid}; process"
-                              f" {getpid()} was forked from it and must make its own")
-        return 0
-
-    def fileno(self) -> int:
-        """Return an eventfd that polls readable while the queue has items, and rarely without."""
-        return self.native.fd
-
-    def watch(self, AnyTask task not None, item: object) -> None:
-        """Make `take` return `item` when the task has ended, and each time that a layer fails.
-
-        A second call for the same task replaces the item. The queue keeps it until `forget`.
-        """
-        self.check_process()
-        task.backend.check_process()
-        with cython.critical_section(self, task):
-            if task.queue is None:
-                self.last_token += 1
-                task.token = self.last_token
-                task.queue = self
-            elif task.queue is not self:
-                raise ValueError("the task is watched by another queue")
-            self.items[task.token] = item
-            kvn_ending_watch(&task.ending, &self.native, task.token)
-
-    def take(self) -> list:
-        """Return the items of the tasks that have ended since the last call. Never blocks."""
-        cdef uint64_t tokens[TAKEN_AT_ONCE]
-        cdef size_t i, count = TAKEN_AT_ONCE
-        cdef list taken = []
-        self.check_process()
-        while count == TAKEN_AT_ONCE:
-            count = kvn_completions_take(&self.native, tokens, TAKEN_AT_ONCE)
-            with cython.critical_section(self):
-                for i in range(count):
-                    if tokens[i] in self.items:
-                        taken.append(self.items[tokens[i]])
-        return taken
-
-    def forget(self, AnyTask task not None, item: object) -> bool:
-        """Drop the item of a task; return False if the task has another item."""
-        cdef bint is_there
-        with cython.critical_section(self, task):
-            is_there = task.queue is self and self.items.get(task.token) is item
-            if is_there:
-                del self.items[task.token]
-        return is_there
-
-
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 @cython.nonecheck(True)
@@ -185,7 +109,7 @@ cdef class AnyTask:
         raise TypeError(f"a {type(self).__name__} comes from an Executor")
 
     def __dealloc__(self):
-        if self.queue is not None and self.queue.pid == getpid():
+        if self.queue is not None and self.backend.pid == getpid():
             kvn_ending_leave(&self.ending)
 
     cdef int poll_native(self) noexcept nogil:
@@ -197,7 +121,10 @@ cdef class AnyTask:
     cdef int abort_native(self, int why) noexcept nogil:
         return KVN_FAILED
 
-    cdef Report look(self):
+    cdef uint64_t bytes_done_native(self) noexcept nogil:
+        return 0
+
+    cdef Report make_outcome(self):
         raise NotImplementedError
 
     cdef bint will_end(self):
@@ -244,7 +171,7 @@ cdef class AnyTask:
 
     cdef Report settle(self):
         """Store the outcome of an ended task and release its memory."""
-        cdef Report outcome = self.look()
+        cdef Report outcome = self.make_outcome()
         cdef bint is_first = False
         cdef object keep = None
         with cython.critical_section(self):
@@ -323,11 +250,12 @@ cdef class AnyTask:
     @property
     def report(self) -> Report:
         """The outcome, or a report with status KVN_PENDING and the bytes that have moved."""
-        cdef Report report
+        cdef uint64_t bytes_done
         if self.done:
             return self.settled()
-        report = self.look()
-        return report if report.status == KVN_PENDING else self.settle()
+        with nogil:
+            bytes_done = self.bytes_done_native()
+        return progress_of(bytes_done, self.count)
 
     def wait(self, timeout_ms: float | None = None, give_up: bool = True) -> Report:
         """Wait for the outcome; this thread copies meanwhile.
@@ -430,14 +358,21 @@ cdef class Task(AnyTask):
         """
         cdef void *handle = <void *><uintptr_t>stream
         cdef int status = KVN_PENDING
-        cdef kvn_report native
+        cdef kvn_failure why
+        cdef Report refusal
         self.backend.check_process()
         while status == KVN_PENDING:
             with nogil:
-                status = kvn_task_block_stream(&self.task, handle, next_look(KVN_FOREVER), &native)
+                status = kvn_task_block_stream(&self.task, handle, next_look(KVN_FOREVER), &why)
             if status == KVN_PENDING:
                 PyErr_CheckSignals()
-        return None if status == KVN_OK else report_with(&native, self.count, ((0, self.count),))
+        if status == KVN_OK:
+            return None
+        refusal = progress_of(0, self.count)
+        refusal.status = why.status
+        refusal.code = why.code
+        refusal.message = why.message.decode(errors="replace")
+        return refusal
 
     cdef int begin(self) except -1:
         """Submit the transfer; a small one is done on return."""
@@ -461,10 +396,11 @@ cdef class Task(AnyTask):
     cdef int abort_native(self, int why) noexcept nogil:
         return kvn_task_abort(&self.task, why)
 
-    cdef Report look(self):
-        cdef kvn_report native
-        kvn_task_report(&self.task, &native)
-        return report_of(&native, self.count)
+    cdef uint64_t bytes_done_native(self) noexcept nogil:
+        return kvn_task_bytes_done(&self.task)
+
+    cdef Report make_outcome(self):
+        return report_of(kvn_task_outcome(&self.task), self.count)
 
 
 cdef int drop_finished(int most) except -1:

@@ -436,6 +436,7 @@ static void attack_client(uint8_t *local)
     kvn_request *const it = malloc(sizeof *it); /* freed, so that whoever uses it later is seen */
     uint64_t total = 0;
     connection line;
+    kvn_report report;
     bool is_changed = false;
 
     memset(local, SECRET, (LOCAL_PAGES + 2) * PAGE);
@@ -455,8 +456,8 @@ static void attack_client(uint8_t *local)
     kvn_tcp_client_init(&client);
     *it = (kvn_request){.client = &client, .known = &known, .batch = {.nbytes = sizes, .count = count},
                         .local = here, .remote = there,
-                        .kind = is_pull ? KVN_TCP_PULL : KVN_TCP_PUSH, .total = total, .uncut = total};
-    kvn_report_begin(&it->end);
+                        .kind = is_pull ? KVN_TCP_PULL : KVN_TCP_PUSH, .total = total, .uncut = total, .report = &report};
+    kvn_report_begin(it->report);
     kvn_tcp_client_begin(it, false);
     has = 0;
     for (unsigned round = 0; round < 200 && !line.has_failed && !atomic_load(&it->finished); round++) {
@@ -509,7 +510,7 @@ static void attack_client(uint8_t *local)
         }
     }
     CHECK(is_changed || atomic_load(&it->finished));
-    CHECK(is_changed || it->report.status == KVN_OK);
+    CHECK(is_changed || it->report->status == KVN_OK);
     if (!atomic_load(&it->finished)) {
         close(line.theirs);
         line.theirs = -1;

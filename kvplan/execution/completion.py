@@ -15,9 +15,9 @@ from weakref import WeakValueDictionary, ref
 import msgspec
 
 from kvnative._backend import NativeError
-from kvnative._layered import LayeredTask
+from kvnative._completions import CompletionQueue
 from kvnative._signals import Condition, Mutex
-from kvnative._task import CompletionQueue, Task
+from kvnative._task import AnyTask
 from kvplan.execution.awaitable import AwaitableTask, NativeTask
 from kvplan.status import LLMException
 from kvplan.system.limits import start_thread, system_error
@@ -225,7 +225,7 @@ class _Open(msgspec.Struct, eq=False):
 
     tracker: Tracker
     task: ref[NativeTask]
-    native: Task | LayeredTask
+    native: AnyTask
 
     def on_end(self) -> None:
         """See `_Tracked.on_end`."""

@@ -65,8 +65,9 @@ static void check_report(const kvn_report *report, const ending *how, const int 
 static void end_in_order(const ending *how, const int *order)
 {
     const kvn_columns batch = {.dst = nbytes, .src = nbytes, .nbytes = nbytes, .count = SHARDS * EACH};
-    kvn_request *request = kvn_stream_request_create(NULL, &batch, 1, SHARDS);
     kvn_report report;
+    kvn_request *request = kvn_stream_request_create(NULL, &batch, 1, SHARDS, &report);
+    uint64_t bytes_done;
 
     request->why = KVN_TIMEOUT; /* what a shard that stops says, where nothing failed */
     request->num_shards = request->open = SHARDS;
@@ -77,10 +78,10 @@ static void end_in_order(const ending *how, const int *order)
             .offset = (uint64_t)i * EACH,
         };
     for (int n = 0; n < SHARDS; n++) {
-        CHECK(kvn_stream_request_poll(NULL, request, &report) == KVN_PENDING);
+        CHECK(kvn_stream_request_poll(NULL, request, &bytes_done) == KVN_PENDING);
         settle(request, order[n], how[order[n]]);
     }
-    kvn_stream_request_poll(NULL, request, &report);
+    kvn_stream_request_poll(NULL, request, &bytes_done);
     check_report(&report, how, order);
     kvn_stream_request_release(NULL, request);
 }
@@ -104,7 +105,8 @@ static void endings_in_any_order(void)
 static void none_begins_after_a_failure(void)
 {
     const kvn_columns batch = {.dst = nbytes, .src = nbytes, .nbytes = nbytes, .count = 1};
-    kvn_request *request = kvn_stream_request_create(NULL, &batch, 1, 1);
+    kvn_report report;
+    kvn_request *request = kvn_stream_request_create(NULL, &batch, 1, 1, &report);
 
     CHECK(!kvn_stream_request_is_given_up(request));
     kvn_stream_request_fail_others(request); /* none is in a queue any more */

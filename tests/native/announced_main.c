@@ -50,10 +50,19 @@ static void renewed_and_left(void)
     kvn_generations_close(&table);
 }
 
+static int submit_and_end(kvn_backend *self, const kvn_columns *batch, kvn_request **out, kvn_report *report)
+{
+    const int status = submit_said(self, batch, out, report);
+
+    batch->end->call(batch->end, KVN_OK);
+    return status;
+}
+
 /* While all places are taken, a batch of a caller that hurries is refused; later it is accepted. */
 static void no_place_in_a_hurry(void)
 {
-    kvn_backend backend = {&plain};
+    kvn_backend_vtable ending = plain;
+    kvn_backend backend = {&ending};
     kvn_columns columns = columns_of(2);
     kvn_announcement taken[KVN_WRITER_TICKETS];
     kvn_generations table;
@@ -65,6 +74,7 @@ static void no_place_in_a_hurry(void)
     kvn_request *request;
     kvn_report report;
 
+    ending.submit = submit_and_end;
     CHECK(kvn_generations_create(1, 0, &table, &failure) == KVN_OK);
     CHECK(kvn_generations_take(&table, false, 0, &word.slot, &word.generation, &failure) == KVN_OK);
     CHECK(kvn_writers_create(1, &writers, &failure) == KVN_OK);
@@ -79,7 +89,8 @@ static void no_place_in_a_hurry(void)
     for (int i = 0; i < KVN_WRITER_TICKETS; i++)
         kvn_guard_leave(guard, &taken[i]);
     CHECK(guarded->vtable->submit(guarded, &columns, &request, &report) == KVN_OK);
-    CHECK(guarded->vtable->wait(guarded, request, KVN_FOREVER, &report) == KVN_OK);
+    CHECK(guarded->vtable->wait(guarded, request, KVN_FOREVER) == KVN_OK);
+    CHECK(count_tickets(&writers) == 0);
     guarded->vtable->release(guarded, request);
     CHECK(kvn_generations_release(&table, word.slot, word.generation, &failure) == KVN_OK);
     CHECK(guarded->vtable->submit(guarded, &columns, &request, &report) == KVN_UNMAPPED);

@@ -65,9 +65,12 @@ static int note(void *context, const kvn_columns *batch, const kvn_piece *piece,
 static void submit_as(kvn_job *job, kvn_pool *pool, kvn_move move, void *context, kvn_caller caller)
 {
     static uint64_t numbers[KVN_MAX_THREADS];
+    static kvn_report reports[16];
+    static size_t num_reports;
     const kvn_columns batch = {.dst = numbers, .src = numbers, .nbytes = numbers, .count = threads,
                                .caller = caller};
-    kvn_job_init(job, &batch, move, context, (kvn_piece_limits){1, KVN_PIECE_MIN});
+    kvn_job_init(job, &batch, move, context, (kvn_piece_limits){1, KVN_PIECE_MIN},
+                 &reports[num_reports++]);
     kvn_job_submit(job, pool, 0);
 }
 
@@ -96,8 +99,7 @@ static void *open_gate(void *argument)
 
 static int wait_and_release(kvn_job *job)
 {
-    kvn_report report;
-    const int status = kvn_job_wait(job, KVN_FOREVER, &report);
+    const int status = kvn_job_wait(job, KVN_FOREVER);
     kvn_job_release(job);
     return status;
 }
@@ -126,13 +128,13 @@ static int order(kvn_pool *pool)
 static void move_one(kvn_pool *pool, int64_t ended_ns)
 {
     kvn_job job;
-    kvn_report report;
+    uint64_t bytes_done;
     bool sleeps = false;
     pthread_mutex_lock(&pool->mutex);
     pool->ended_ns = ended_ns;
     pthread_mutex_unlock(&pool->mutex);
     submit_as(&job, pool, note, "", KVN_CALLER_RETURNS);
-    while (kvn_job_poll(&job, &report) == KVN_PENDING)
+    while (kvn_job_poll(&job, &bytes_done) == KVN_PENDING)
         sched_yield();
     while (!sleeps) {
         sched_yield();
@@ -169,7 +171,6 @@ static int places(kvn_pool *pool)
 {
     const int64_t hour_ns = INT64_C(3600000000000);
     kvn_job before, job;
-    kvn_report report;
     pthread_mutex_lock(&pool->mutex); /* the workers see none of these jobs */
     printf("%u ", places_for(pool, KVN_CALLER_HURRIES, 0));
     printf("%u ", places_for(pool, KVN_CALLER_COMPUTES, 0));
@@ -187,7 +188,7 @@ static int places(kvn_pool *pool)
     submit_as(&job, pool, note, "", KVN_CALLER_RETURNS);
     printf("%d ", job.caller_ns >= start);
     job.caller_ns = 0;
-    int status = kvn_job_wait(&job, start, &report) != KVN_PENDING;
+    int status = kvn_job_wait(&job, start) != KVN_PENDING;
     printf("%d\n", job.caller_ns >= start);
     pthread_mutex_lock(&mutex);
     is_open = true;
@@ -199,7 +200,6 @@ static int places(kvn_pool *pool)
 int main(int argc, char **argv)
 {
     kvn_job before, waited;
-    kvn_report report;
     pthread_t opener;
     const char *what = argc > 1 ? argv[1] : "2";
     const bool is_first = strcmp(what, "first") == 0, are_looks = strcmp(what, "looks") == 0;
@@ -221,9 +221,9 @@ int main(int argc, char **argv)
     pthread_mutex_unlock(&mutex);
     submit(&waited, pool, meet, KVN_CALLER_WAITS);
     pthread_create(&opener, NULL, open_gate, &waited);
-    int status = kvn_job_wait(&waited, KVN_FOREVER, &report);
+    int status = kvn_job_wait(&waited, KVN_FOREVER);
     pthread_join(opener, NULL);
-    status |= kvn_job_wait(&before, KVN_FOREVER, &report);
+    status |= kvn_job_wait(&before, KVN_FOREVER);
     kvn_job_release(&waited);
     kvn_job_release(&before);
     kvn_pool_destroy(pool);

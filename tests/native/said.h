@@ -22,45 +22,47 @@ static struct {
 
 static int submit_said(kvn_backend *self, const kvn_columns *batch, kvn_request **out, kvn_report *report)
 {
-    (void)self, (void)report;
+    (void)self;
     *out = NULL;
     if ((batch->after && said.refuses) || (batch->caller == KVN_CALLER_HURRIES && said.is_full))
         return KVN_PENDING;
     said.submitted++;
-    *out = (kvn_request *)&said;
+    *out = (kvn_request *)report; /* all that is different between requests */
     return KVN_OK;
 }
 
-static int outcome(kvn_report *report, int status)
+static int outcome(kvn_request *request)
 {
-    if (status == KVN_OK)
+    kvn_report *report = (kvn_report *)request;
+
+    if (said.polled == KVN_OK)
         kvn_report_begin(report);
-    else if (status != KVN_PENDING)
-        kvn_report_refuse(report, 1, status, 0, "said");
-    report->status = status;
-    return status;
+    else if (said.polled != KVN_PENDING)
+        kvn_report_refuse(report, 1, said.polled, 0, "said");
+    return report->status = said.polled;
 }
 
-static int poll_said(kvn_backend *self, kvn_request *request, kvn_report *report)
+static int poll_said(kvn_backend *self, kvn_request *request, uint64_t *bytes_done)
 {
-    (void)self, (void)request;
-    return outcome(report, said.polled);
+    (void)self;
+    *bytes_done = 0;
+    return outcome(request);
 }
 
-static int wait_done(kvn_backend *self, kvn_request *request, int64_t deadline_ns, kvn_report *report)
+static int wait_done(kvn_backend *self, kvn_request *request, int64_t deadline_ns)
 {
-    (void)self, (void)request, (void)deadline_ns;
+    (void)self, (void)deadline_ns;
     said.polled = KVN_OK;
-    return outcome(report, KVN_OK);
+    return outcome(request);
 }
 
-static int abort_said(kvn_backend *self, kvn_request *request, int why, kvn_report *report)
+static int abort_said(kvn_backend *self, kvn_request *request, int why)
 {
-    (void)self, (void)request;
+    (void)self;
     if (said.on_abort)
         said.on_abort();
     said.polled = why;
-    return outcome(report, why);
+    return outcome(request);
 }
 
 static void release_nothing(kvn_backend *self, kvn_request *request) { (void)self, (void)request; }

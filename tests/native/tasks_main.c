@@ -97,9 +97,9 @@ static void open_wakes(void)
 static sem_t is_ordering, may_end;
 
 static int order_when_told(kvn_backend *self, kvn_request *request, void *stream, int64_t deadline_ns,
-                           kvn_report *report)
+                           kvn_failure *why)
 {
-    (void)self, (void)request, (void)stream, (void)deadline_ns, (void)report;
+    (void)self, (void)request, (void)stream, (void)deadline_ns, (void)why;
     sem_post(&is_ordering);
     sem_wait(&may_end);
     return KVN_OK;
@@ -107,8 +107,8 @@ static int order_when_told(kvn_backend *self, kvn_request *request, void *stream
 
 static void *order_stream(void *task)
 {
-    kvn_report report;
-    return (void *)(intptr_t)kvn_task_block_stream(task, NULL, KVN_FOREVER, &report);
+    kvn_failure why;
+    return (void *)(intptr_t)kvn_task_block_stream(task, NULL, KVN_FOREVER, &why);
 }
 
 /* A thread that waits while a stream is put behind the task continues after that, even if the bytes arrive before. */
@@ -228,10 +228,11 @@ static void small_batches_in_a_hurry(void)
     for (int hurries = 0; hurries < 2; hurries++) {
         kvn_request *request;
         kvn_report report;
+        uint64_t bytes_done;
 
         columns.caller = hurries ? KVN_CALLER_HURRIES : KVN_CALLER_RETURNS;
         CHECK(vtable.submit(&pooled.base, &columns, &request, &report) == KVN_OK);
-        while (vtable.poll(&pooled.base, request, &report) == KVN_PENDING)
+        while (vtable.poll(&pooled.base, request, &bytes_done) == KVN_PENDING)
             sched_yield();
         CHECK((pthread_equal(moved_by, pthread_self()) == 0) == (hurries == 1));
         vtable.release(&pooled.base, request);
@@ -306,19 +307,19 @@ static void abort_twice(void)
     kvn_layered_release(&layered);
 }
 
-static int fail_instead(kvn_backend *self, kvn_request *request, int why, kvn_report *report)
+static int fail_instead(kvn_backend *self, kvn_request *request, int why)
 {
-    (void)why;
+    (void)self, (void)why;
     said.polled = KVN_FAILED;
-    return poll_said(self, request, report);
+    return outcome(request);
 }
 
-static int poll_place(kvn_backend *self, kvn_request *request, kvn_report *report)
+static int poll_place(kvn_backend *self, kvn_request *request, uint64_t *bytes_done)
 {
-    const int status = poll_said(self, request, report);
+    const int status = poll_said(self, request, bytes_done);
 
     if (status == KVN_FAILED)
-        report->failed = 0;
+        ((kvn_report *)request)->failed = 0;
     return status;
 }
 
@@ -328,7 +329,6 @@ static void fail_beside_abort(void)
     kvn_backend_vtable failing = plain;
     kvn_backend backend = {&failing};
     const kvn_columns columns = columns_of(3);
-    kvn_report report;
     int opened;
 
     failing.abort = fail_instead;
@@ -338,7 +338,7 @@ static void fail_beside_abort(void)
         init_layered(&backend, &columns);
         CHECK(kvn_layered_open(&layered, layer, NULL, &opened) == KVN_PENDING && opened);
         CHECK(kvn_layered_abort(&layered, KVN_CANCELLED) == KVN_FAILED);
-        CHECK(kvn_layered_report(&layered, &report) == KVN_FAILED && report.failed == layer);
+        CHECK(kvn_layered_outcome(&layered)->status == KVN_FAILED && kvn_layered_outcome(&layered)->failed == layer);
         kvn_layered_release(&layered);
     }
 }
@@ -375,16 +375,16 @@ static void *wait_for_layers(void *unused)
 }
 
 /* The deadline of the first thread passes while the second waits for it; the second finds the end. */
-static int wait_in_turn(kvn_backend *self, kvn_request *request, int64_t deadline_ns, kvn_report *report)
+static int wait_in_turn(kvn_backend *self, kvn_request *request, int64_t deadline_ns)
 {
-    (void)deadline_ns;
+    (void)self, (void)deadline_ns;
     if (!other) {
         CHECK(pthread_create(&second, NULL, wait_for_layers, NULL) == 0);
         wait_until_it_sleeps();
     } else {
         said.polled = KVN_OK;
     }
-    return poll_said(self, request, report);
+    return outcome(request);
 }
 
 /* A thread that waits takes over from one that leaves at its deadline. */

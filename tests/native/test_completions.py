@@ -19,9 +19,10 @@ from kvnative._backend import (
     host_backend,
     striped,
 )
+from kvnative._completions import CompletionQueue
 from kvnative._executor import Executor
 from kvnative._layered import LAYER_MOVING, LayeredTask
-from kvnative._task import AnyTask, CompletionQueue, Task
+from kvnative._task import AnyTask, Task
 from tests.native.scatter import scatter
 from tests.support.wrappers import delay, fail_at, hold, let_go, limit_batch, swap_at
 

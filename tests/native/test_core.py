@@ -19,7 +19,9 @@ CHECKS = {
         *("small_batches_in_a_hurry", "open_beside_failure", "abort_twice", "fail_beside_abort"),
         *("open_beside_abort", "layers_are_freed", "deadline_wakes"),
     ),
-    "waiting": ("helper_leaves", "give_up_between_pieces", "all_who_wait_wake"),
+    "waiting": (
+        *("helper_leaves", "give_up_between_pieces", "all_who_wait_wake", "bytes_beside_a_wait"),
+    ),
     "announced": ("renewed_and_left", "no_place_in_a_hurry", "late_is_forgiven"),
 }
 """Checks by program: `core_main.c`, and so on."""

@@ -36,12 +36,13 @@ static void helper_leaves(void)
     for (int round = 0; round < 40; round++) {
         const int64_t deadline_ns = kvn_now_ns() + 5 * SECOND;
         kvn_report report;
+        uint64_t bytes_done;
         kvn_job job;
 
-        kvn_job_init(&job, &columns, move_slowly, NULL, (kvn_piece_limits){1, KVN_PIECE_MIN});
+        kvn_job_init(&job, &columns, move_slowly, NULL, (kvn_piece_limits){1, KVN_PIECE_MIN}, &report);
         kvn_job_submit(&job, pool, (uint64_t)PIECES * KVN_PIECE_MIN);
-        kvn_job_wait(&job, kvn_now_ns() + 1000000, &report);
-        while (kvn_job_poll(&job, &report) == KVN_PENDING) {
+        kvn_job_wait(&job, kvn_now_ns() + 1000000);
+        while (kvn_job_poll(&job, &bytes_done) == KVN_PENDING) {
             CHECK(kvn_now_ns() < deadline_ns);
             sched_yield();
         }
@@ -66,9 +67,10 @@ static void give_up_between_pieces(void)
     for (int pieces = 1; !has_ended; pieces++) {
         uint64_t claimed = 0, whole = 0, end = 0;
         kvn_piece piece;
+        kvn_report report;
         kvn_job job;
 
-        kvn_job_init(&job, &columns, NULL, NULL, (kvn_piece_limits){COUNT, MIN});
+        kvn_job_init(&job, &columns, NULL, NULL, (kvn_piece_limits){COUNT, MIN}, &report);
         kvn_job_start(&job, total);
         for (int i = 0; i < pieces && kvn_job_has_unclaimed(&job); i++) {
             kvn_job_claim(&job, 1, &piece);
@@ -78,13 +80,13 @@ static void give_up_between_pieces(void)
             end += nbytes[whole++];
         has_cut |= end < claimed;
         has_ended = whole == COUNT;
-        job.report.status = KVN_CANCELLED;
+        report.status = KVN_CANCELLED;
         kvn_job_abandon(&job);
         kvn_job_finish(&job);
-        CHECK(job.report.status == (has_ended ? KVN_OK : KVN_CANCELLED));
-        CHECK(job.report.num_unconfirmed == !has_ended);
+        CHECK(report.status == (has_ended ? KVN_OK : KVN_CANCELLED));
+        CHECK(report.num_unconfirmed == !has_ended);
         if (!has_ended)
-            CHECK(job.report.unconfirmed[0].first == whole && job.report.unconfirmed[0].last == COUNT);
+            CHECK(report.unconfirmed[0].first == whole && report.unconfirmed[0].last == COUNT);
     }
     CHECK(has_cut);
 }
@@ -117,14 +119,12 @@ typedef struct waited {
 
 static int wait_for_request(waited *it)
 {
-    kvn_report report;
-    return it->backend->vtable->wait(it->backend, it->request, KVN_FOREVER, &report);
+    return it->backend->vtable->wait(it->backend, it->request, KVN_FOREVER);
 }
 
 static int abort_request(waited *it)
 {
-    kvn_report report;
-    return it->backend->vtable->abort(it->backend, it->request, KVN_CANCELLED, &report);
+    return it->backend->vtable->abort(it->backend, it->request, KVN_CANCELLED);
 }
 
 static int wait_for_the_task(waited *it) { return kvn_task_wait(&it->task, KVN_FOREVER); }
@@ -215,12 +215,47 @@ static void all_who_wait_wake(void)
     kvn_pool_destroy(pool);
 }
 
+/* The bytes that have moved are known while another thread waits. */
+static void bytes_beside_a_wait(void)
+{
+    static const uint64_t nbytes[2] = {KVN_PIECE_MIN, KVN_PIECE_MIN}, nowhere[2];
+    const kvn_columns columns = {.dst = nowhere, .src = nowhere, .nbytes = nbytes, .count = 2};
+    kvn_pool *pool = kvn_pool_create(1);
+    kvn_pooled backend;
+    waited it = {.backend = &backend.base};
+    caller waiting = {wait_for_the_task, &it, 0};
+    pthread_t thread;
+    void *status;
+
+    sem_init(&has_begun, 0, 0);
+    sem_init(&may_end, 0, 0);
+    kvn_pooled_init(&backend, &POOLED, pool, move_when_told);
+    backend.piece.descriptors = 1;
+    kvn_task_init(&it.task, it.backend, &columns, NULL);
+    CHECK(kvn_task_begin(&it.task) == KVN_PENDING);
+    CHECK(pthread_create(&thread, NULL, call, &waiting) == 0);
+    while (!waiting.thread)
+        sched_yield();
+    other = waiting.thread;
+    for (int moved = 0; moved < 2; moved++) {
+        sem_wait(&has_begun);
+        wait_until_it_sleeps();
+        CHECK(kvn_task_bytes_done(&it.task) == (uint64_t)moved * KVN_PIECE_MIN);
+        sem_post(&may_end);
+    }
+    pthread_join(thread, &status);
+    CHECK((intptr_t)status == KVN_OK && kvn_task_bytes_done(&it.task) == 2 * KVN_PIECE_MIN);
+    kvn_task_release(&it.task);
+    kvn_pool_destroy(pool);
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
         {"helper_leaves", helper_leaves},
         {"give_up_between_pieces", give_up_between_pieces},
         {"all_who_wait_wake", all_who_wait_wake},
+        {"bytes_beside_a_wait", bytes_beside_a_wait},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

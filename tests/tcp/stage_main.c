@@ -50,7 +50,7 @@ static kvn_device device = {.ops = &ops, .context = &device, .mutex = PTHREAD_MU
 static int submit(kvn_backend *self, const kvn_columns *batch, kvn_request **out, kvn_report *report)
 {
     (void)self;
-    report->status = KVN_PENDING;
+    report->status = KVN_OK;
     for (size_t i = 0; i < batch->count; i++)
         memcpy((void *)(uintptr_t)batch->dst[i], (void *)(uintptr_t)batch->src[i], batch->nbytes[i]);
     CHECK(begun == waited); /* one at a time */
@@ -61,12 +61,12 @@ static int submit(kvn_backend *self, const kvn_columns *batch, kvn_request **out
     return KVN_OK;
 }
 
-static int wait_for(kvn_backend *self, kvn_request *it, int64_t deadline_ns, kvn_report *report)
+static int wait_for(kvn_backend *self, kvn_request *it, int64_t deadline_ns)
 {
     (void)self, (void)it;
     CHECK(deadline_ns == KVN_FOREVER);
     CHECK(ioctl(ends[1], FIONREAD, &unread_at_wait[waited++]) == 0);
-    return report->status = KVN_OK;
+    return KVN_OK;
 }
 
 static void release(kvn_backend *self, kvn_request *it) { (void)self, (void)it; }

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "core/report.h"
 #include "tcp/client.h"
 #include "tcp/link.h"
 #include "tcp/server.h"
@@ -127,16 +128,18 @@ static void given_up_when_all_was_taken(void)
     for (uint64_t taken = 0; taken < 3; taken++) {
         kvn_tcp_client client = {.num_asked = 0};
         uint64_t nbytes[] = {8, 8};
+        kvn_report report;
         kvn_request it = {.client = &client, .kind = KVN_TCP_PUSH, .batch = {.nbytes = nbytes, .count = 2},
-                          .confirmed = {taken, 0}, .end = {.status = KVN_PENDING}};
+                          .confirmed = {taken, 0}, .report = &report};
 
+        kvn_report_begin(&report);
         kvn_cond_init(&it.changed);
         kvn_tcp_transfer_put_in(&client, &it);
         kvn_tcp_transfer_end(&it, KVN_CANCELLED, 0, KVN_NO_DESCRIPTOR);
         CHECK(atomic_load(&it.finished));
-        CHECK(it.report.status == (taken == 2 ? KVN_OK : KVN_CANCELLED));
-        CHECK(it.report.num_unconfirmed == (taken < 2));
-        CHECK(taken == 2 || it.report.unconfirmed[0].first == taken);
+        CHECK(report.status == (taken == 2 ? KVN_OK : KVN_CANCELLED));
+        CHECK(report.num_unconfirmed == (taken < 2));
+        CHECK(taken == 2 || report.unconfirmed[0].first == taken);
     }
 }
 

@@ -38,8 +38,10 @@ static void gone_at_the_end(void)
         kvn_ucx_endpoint endpoint = {.worker = &worker};
         const kvn_ucx_route route = {.endpoint = &endpoint, .direction = KVN_PEER_PUT};
         kvn_request *request = calloc(1, sizeof *request);
+        kvn_report report;
 
         request->route = &route;
+        request->report = &report;
         request->why = ends[i].why;
         request->failure.status = ends[i].failure;
         kvn_ucx_add_task(&worker, &request->task, step, request);
@@ -48,7 +50,7 @@ static void gone_at_the_end(void)
         finish(request);
         CHECK(atomic_load(&tickets[1]) == 0);
         CHECK(atomic_load(&request->finished));
-        CHECK(request->report.status == (ends[i].why ? ends[i].why : ends[i].failure));
+        CHECK(report.status == (ends[i].why ? ends[i].why : ends[i].failure));
         free(request);
     }
 }
@@ -78,6 +80,7 @@ static void flushed_before_the_end(void)
         kvn_ucx_endpoint endpoint = {.worker = &worker, .handle = (kvn_ucp_ep_h)&worker};
         const kvn_ucx_route route = {.endpoint = &endpoint, .direction = KVN_PEER_PUT};
         kvn_request *request = calloc(1, sizeof *request);
+        kvn_report report;
 
         request->route = &route;
         request->phase = KVN_UCX_MOVING;
@@ -86,6 +89,7 @@ static void flushed_before_the_end(void)
         kvn_ucx_add_task(&worker, &request->task, step, request);
         put_ticket(request, 0);
         kvn_ucx_operation *put = begin(request, 0, 8);
+        request->report = &report;
         request->why = ends[i].why;
         request->failure.status = ends[i].failure;
         CHECK(step(request) == 0 && !flushing); /* the put has not left yet */
@@ -96,7 +100,7 @@ static void flushed_before_the_end(void)
         flushing = NULL;
         step(request);
         CHECK(atomic_load(&request->finished) && atomic_load(&tickets[0]) == 0);
-        CHECK(request->report.status == (ends[i].why ? ends[i].why : ends[i].failure));
+        CHECK(report.status == (ends[i].why ? ends[i].why : ends[i].failure));
         free(request);
     }
 }

@@ -10,6 +10,8 @@
 
 static const kvn_backend_vtable *calls(const kvn_task *task) { return task->backend->vtable; }
 
+static bool is_over(const kvn_task *task) { return task->status != KVN_PENDING; }
+
 /* ---- the outcome; the caller holds the mutex ---- */
 
 static void end(kvn_task *task, int status)
@@ -27,7 +29,7 @@ static void end_batch(kvn_batch_end *batch_end, int status)
 /* Ends a task for which the backend has no request; its outcome is set. */
 static void settle_with_outcome(kvn_task *task)
 {
-    task->settled = true;
+    task->status = task->outcome.status;
     if (task->ending)
         end(task, task->outcome.status);
 }
@@ -56,14 +58,13 @@ static void settle(kvn_task *task, int status)
 /* Polls the request, and ends the task if the request has ended. No other thread may be in a call on the request. */
 static void look(kvn_task *task)
 {
-    if (calls(task)->poll(task->backend, task->request, &task->outcome) == KVN_PENDING) {
-        task->bytes_done = task->outcome.bytes_done;
+    uint64_t bytes_done;
+
+    task->status = calls(task)->poll(task->backend, task->request, &bytes_done);
+    if (task->status == KVN_PENDING)
         return;
-    }
     calls(task)->release(task->backend, task->request);
     task->request = NULL;
-    kvn_report_merge_spans(&task->outcome);
-    task->settled = true;
 }
 
 /* ---- begin ---- */
@@ -75,6 +76,7 @@ void kvn_task_init(kvn_task *task, kvn_backend *backend, const kvn_columns *colu
     task->columns = *columns;
     task->end.call = end_batch;
     task->ending = ending;
+    task->status = KVN_PENDING;
     if (ending)
         task->columns.end = &task->end;
     pthread_mutex_init(&task->mutex, NULL);
@@ -94,7 +96,6 @@ static bool begin(kvn_task *task)
     status = calls(task)->submit(task->backend, &task->columns, &task->request, &task->outcome);
     if (status == KVN_PENDING)
         return false;
-    task->begun = true;
     if (status == KVN_OK)
         look(task); /* small batches have ended already */
     else
@@ -105,7 +106,7 @@ static bool begin(kvn_task *task)
 /* Releases the mutex, which the caller holds. */
 static int leave(kvn_task *task)
 {
-    int status = task->settled ? task->outcome.status : KVN_PENDING;
+    const int status = task->status;
 
     pthread_mutex_unlock(&task->mutex);
     return status;
@@ -115,36 +116,36 @@ static int leave(kvn_task *task)
 static bool open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *why)
 {
     kvn_task *task = KVN_LISTED(&waiter->node, kvn_task, waiter.node);
-    bool is_over = true;
+    bool leaves = true;
 
     pthread_mutex_lock(&task->mutex);
-    if (!task->settled && status == KVN_OK) {
+    if (!is_over(task) && status == KVN_OK) {
         task->columns.after = NULL;
         task->columns.caller = KVN_CALLER_HURRIES;
-        is_over = begin(task);
-    } else if (!task->settled) {
+        leaves = begin(task);
+    } else if (!is_over(task)) {
         kvn_report_refuse(&task->outcome, task->columns.count, status, why->code,
                           "the event that it comes after: %.200s", why->message);
         settle_with_outcome(task);
     }
-    if (is_over)
+    if (leaves)
         pthread_cond_broadcast(&task->changed);
     pthread_mutex_unlock(&task->mutex);
-    return is_over;
+    return leaves;
 }
 
 /* Called by the same thread, to give the batch to a backend that orders and had no room before. */
 static bool pass_on(kvn_gate_waiter *waiter)
 {
     kvn_task *task = KVN_LISTED(&waiter->node, kvn_task, waiter.node);
-    bool is_over;
+    bool leaves;
 
     pthread_mutex_lock(&task->mutex);
-    is_over = task->settled || begin(task);
-    if (is_over)
+    leaves = is_over(task) || begin(task);
+    if (leaves)
         pthread_cond_broadcast(&task->changed);
     pthread_mutex_unlock(&task->mutex);
-    return is_over;
+    return leaves;
 }
 
 /* The caller holds the mutex, which the gate's thread needs to open the gate. */
@@ -176,7 +177,7 @@ static void leave_gate(kvn_task *task)
 int kvn_task_begin(kvn_task *task)
 {
     pthread_mutex_lock(&task->mutex);
-    if (!task->settled && ((task->columns.after && !calls(task)->orders) || !begin(task)))
+    if (!is_over(task) && ((task->columns.after && !calls(task)->orders) || !begin(task)))
         wait_at_gate(task);
     pthread_cond_broadcast(&task->changed);
     return leave(task);
@@ -192,7 +193,7 @@ static bool is_in_use(const kvn_task *task)
 /* Ends a thread's call on the request; the last thread looks at the request for all. The caller holds the mutex. */
 static void let_go(kvn_task *task)
 {
-    if (!is_in_use(task) && !task->settled)
+    if (task->request && !is_in_use(task))
         look(task);
     pthread_cond_broadcast(&task->changed);
 }
@@ -200,7 +201,7 @@ static void let_go(kvn_task *task)
 int kvn_task_poll(kvn_task *task)
 {
     pthread_mutex_lock(&task->mutex);
-    if (!task->settled && task->begun && !is_in_use(task))
+    if (task->request && !is_in_use(task))
         look(task);
     return leave(task);
 }
@@ -212,19 +213,18 @@ bool kvn_task_has_ended(const kvn_task *task)
 
 int kvn_task_wait(kvn_task *task, int64_t deadline_ns)
 {
-    kvn_report ignored; /* look() reads the outcome when no thread is in a call */
     int status;
 
     pthread_mutex_lock(&task->mutex);
-    while (!task->settled) {
-        if (!task->begun || is_in_use(task)) {
+    while (!is_over(task)) {
+        if (!task->request || is_in_use(task)) {
             if (!kvn_cond_wait(&task->changed, &task->mutex, deadline_ns))
                 break;
             continue;
         }
         task->driven = true;
         pthread_mutex_unlock(&task->mutex);
-        status = calls(task)->wait(task->backend, task->request, deadline_ns, &ignored);
+        status = calls(task)->wait(task->backend, task->request, deadline_ns);
         pthread_mutex_lock(&task->mutex);
         task->driven = false;
         let_go(task);
@@ -236,12 +236,10 @@ int kvn_task_wait(kvn_task *task, int64_t deadline_ns)
 
 int kvn_task_abort(kvn_task *task, int why)
 {
-    kvn_report ignored;
-
     pthread_mutex_lock(&task->mutex);
-    if (task->settled)
+    if (is_over(task))
         return leave(task);
-    if (!task->begun) {
+    if (!task->request) {
         settle(task, why);
         pthread_cond_broadcast(&task->changed);
         leave(task);
@@ -250,35 +248,35 @@ int kvn_task_abort(kvn_task *task, int why)
     }
     task->aborting++;
     pthread_mutex_unlock(&task->mutex);
-    calls(task)->abort(task->backend, task->request, why, &ignored);
+    calls(task)->abort(task->backend, task->request, why);
     pthread_mutex_lock(&task->mutex);
     task->aborting--;
     let_go(task);
-    while (!task->settled && is_in_use(task))
+    while (task->request && is_in_use(task))
         kvn_cond_wait(&task->changed, &task->mutex, KVN_FOREVER);
     return leave(task);
 }
 
-int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn_report *report)
+int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn_failure *why)
 {
     int status = KVN_OK;
 
     if (!calls(task)->block_stream)
-        return kvn_report_refuse(report, task->columns.count, KVN_UNSUPPORTED, 0,
-                                 "no stream can wait for it, because the bytes are not moved by work on a device's "
-                                 "streams; wait for it on the host");
+        return kvn_fail(why, KVN_UNSUPPORTED, 0,
+                        "no stream can wait for it, because the bytes are not moved by work on a device's streams; "
+                        "wait for it on the host");
     pthread_mutex_lock(&task->mutex);
-    if (!task->settled && !task->begun)
-        status = kvn_report_refuse(report, task->columns.count, KVN_UNSUPPORTED, 0,
-                                   "no stream can wait for it yet, because " KVN_GATE_IS_SHUT
-                                   ", and it is given to the device then; wait for it on the host");
-    if (task->settled || status != KVN_OK) {
+    if (!is_over(task) && !task->request)
+        status = kvn_fail(why, KVN_UNSUPPORTED, 0,
+                          "no stream can wait for it yet, because " KVN_GATE_IS_SHUT
+                          ", and it is given to the device then; wait for it on the host");
+    if (is_over(task) || status != KVN_OK) {
         pthread_mutex_unlock(&task->mutex);
         return status;
     }
     task->ordering++;
     pthread_mutex_unlock(&task->mutex);
-    status = calls(task)->block_stream(task->backend, task->request, stream, deadline_ns, report);
+    status = calls(task)->block_stream(task->backend, task->request, stream, deadline_ns, why);
     pthread_mutex_lock(&task->mutex);
     task->ordering--;
     let_go(task);
@@ -286,13 +284,15 @@ int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn
     return status;
 }
 
+static bool is_at_gate(const kvn_task *task) { return task->waiter.gate && !task->request && !is_over(task); }
+
 void kvn_task_cancel_held(kvn_task *task)
 {
     pthread_mutex_lock(&task->mutex);
-    if (task->waiter.gate && !task->begun && !task->settled) {
+    if (is_at_gate(task)) {
         settle(task, KVN_CANCELLED);
         pthread_cond_broadcast(&task->changed);
-    } else if (task->columns.after && task->begun && !task->settled && calls(task)->cancel_held) {
+    } else if (task->columns.after && task->request && calls(task)->cancel_held) {
         calls(task)->cancel_held(task->backend, task->request);
     }
     pthread_mutex_unlock(&task->mutex);
@@ -303,21 +303,22 @@ bool kvn_task_is_held(kvn_task *task)
     bool held;
 
     pthread_mutex_lock(&task->mutex);
-    held = task->waiter.gate && !task->begun && !task->settled;
+    held = is_at_gate(task);
     pthread_mutex_unlock(&task->mutex);
     return held;
 }
 
-int kvn_task_report(kvn_task *task, kvn_report *report)
+uint64_t kvn_task_bytes_done(kvn_task *task)
 {
+    uint64_t bytes_done = 0;
+
     pthread_mutex_lock(&task->mutex);
-    if (task->settled) {
-        kvn_report_copy(report, &task->outcome);
-    } else {
-        kvn_report_begin(report);
-        report->bytes_done = task->bytes_done;
-    }
-    return leave(task);
+    if (task->request)
+        calls(task)->poll(task->backend, task->request, &bytes_done);
+    else if (is_over(task))
+        bytes_done = task->outcome.bytes_done;
+    pthread_mutex_unlock(&task->mutex);
+    return bytes_done;
 }
 
 const kvn_report *kvn_task_outcome(const kvn_task *task) { return &task->outcome; }

@@ -10,24 +10,27 @@
 #include "core/gate.h"
 #include "kvnative/backend.h"
 
-/* Embed it where it stays in place until kvn_task_release; the fields are executor.c's. */
+/* Embed it where it stays in place until kvn_task_release; the fields are executor.c's.
+ *
+ * The end of a transfer is seen three times, because each holder lets go under a lock of its own, and none may take the
+ * next one's: the backend has written the report and touches no byte (on its thread, with its locks), the task has
+ * released the request, which no thread uses any more (`status`, with the mutex), and Python has released descriptors
+ * and memory (`AnyTask.outcome`, with the GIL). The outcome itself exists once, in `outcome`. */
 typedef struct kvn_task {
     kvn_backend *backend;
     kvn_columns columns;
     kvn_batch_end end;      /* called by the backend */
     kvn_ending *ending;     /* or NULL; one of its parts ends with the task */
     atomic_bool ended;      /* the backend has reported the end */
-    bool begun;             /* the backend has taken or refused the batch */
     kvn_gate_waiter waiter; /* at a gate that the task, not the backend, waits for */
-    uint64_t bytes_done;    /* at the last poll */
     kvn_request *request;   /* NULL before the batch is submitted and after the outcome */
     pthread_mutex_t mutex;
     pthread_cond_t changed; /* a thread has returned from the backend, or the outcome has come */
     bool driven;            /* a thread is in backend->wait */
     uint32_t aborting;      /* threads in backend->abort */
     uint32_t ordering;      /* threads in backend->block_stream */
-    bool settled;
-    kvn_report outcome;
+    int status;             /* KVN_PENDING, or that of the outcome */
+    kvn_report outcome;     /* the backend's until the outcome has come */
 } kvn_task;
 
 /* Makes a task that moves nothing yet but can be waited for and aborted. The backend, the columns and the ending must
@@ -46,13 +49,13 @@ int kvn_task_wait(kvn_task *task, int64_t deadline_ns);
 int kvn_task_abort(kvn_task *task, int why);
 /* Makes later work of the program's stream wait for the task, by block_stream of the backend. No effect after the
  * outcome. KVN_UNSUPPORTED if the backend cannot, or if the task still waits at a gate. */
-int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn_report *report);
+int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn_failure *why);
 /* Cancels a task that waits at a gate, as KVN_CANCELLED. Never blocks. */
 void kvn_task_cancel_held(kvn_task *task);
 /* True while the task waits at a gate and is not submitted. */
 bool kvn_task_is_held(kvn_task *task);
-/* The bytes that have moved, and the outcome if there is one. */
-int kvn_task_report(kvn_task *task, kvn_report *report);
+/* The bytes that have moved so far. Never blocks. */
+uint64_t kvn_task_bytes_done(kvn_task *task);
 /* The outcome, after it has come; valid until the task is released. */
 const kvn_report *kvn_task_outcome(const kvn_task *task);
 /* Call it once, after the outcome, when no other thread uses the task. */

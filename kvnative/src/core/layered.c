@@ -392,24 +392,20 @@ void kvn_layered_states(kvn_layered *layered, uint8_t *states)
     pthread_mutex_unlock(&layered->mutex);
 }
 
-int kvn_layered_report(kvn_layered *layered, kvn_report *report)
+uint64_t kvn_layered_bytes_done(kvn_layered *layered)
 {
+    uint64_t bytes_done;
+
     pthread_mutex_lock(&layered->mutex);
-    if (layered->settled) {
-        kvn_report_copy(report, &layered->outcome);
-        return leave(layered);
-    }
-    kvn_report_begin(report);
-    report->bytes_done = layered->bytes_done;
-    for (kvn_opened *it = first_opened(layered); it; it = opened_after(layered, it)) {
-        kvn_report part;
-        if (!it->submitted)
-            continue;
-        kvn_task_report(&it->task, &part);
-        report->bytes_done += part.bytes_done;
-    }
-    return leave(layered);
+    bytes_done = layered->bytes_done;
+    for (kvn_opened *it = first_opened(layered); it; it = opened_after(layered, it))
+        if (it->submitted)
+            bytes_done += kvn_task_bytes_done(&it->task);
+    pthread_mutex_unlock(&layered->mutex);
+    return bytes_done;
 }
+
+const kvn_report *kvn_layered_outcome(const kvn_layered *layered) { return &layered->outcome; }
 
 void kvn_layered_release(kvn_layered *layered)
 {

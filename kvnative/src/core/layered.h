@@ -59,8 +59,10 @@ int kvn_layered_abort(kvn_layered *layered, int why);
 bool kvn_layered_is_sealed(kvn_layered *layered);
 /* Writes a consistent snapshot of the num_layers states. */
 void kvn_layered_states(kvn_layered *layered, uint8_t *states);
-/* Bytes moved so far, and the outcome if there is one; without spans. */
-int kvn_layered_report(kvn_layered *layered, kvn_report *report);
+/* The bytes that have moved so far. */
+uint64_t kvn_layered_bytes_done(kvn_layered *layered);
+/* The outcome, after it has come, without spans. */
+const kvn_report *kvn_layered_outcome(const kvn_layered *layered);
 /* Writes the unconfirmed descriptors of a layer to `spans` (room for KVN_MAX_SPANS), ascending and disjoint, and
  * returns the number of spans. Call it after the outcome. */
 uint32_t kvn_layered_spans(const kvn_layered *layered, uint64_t layer, kvn_span *spans);

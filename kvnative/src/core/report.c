@@ -1,4 +1,4 @@
-/* Fills in, copies and merges reports of batches. */
+/* Fills in and merges reports of batches. */
 #include "core/report.h"
 
 #include <inttypes.h>
@@ -12,13 +12,6 @@ void kvn_report_begin(kvn_report *report)
     report->status = KVN_PENDING;
     report->failed = KVN_NO_DESCRIPTOR;
     report->message[0] = '\0';
-}
-
-void kvn_report_copy(kvn_report *to, const kvn_report *from)
-{
-    memcpy(to, from, offsetof(kvn_report, unconfirmed));
-    memcpy(to->unconfirmed, from->unconfirmed, from->num_unconfirmed * sizeof(kvn_span));
-    memcpy(to->message, from->message, strlen(from->message) + 1);
 }
 
 int kvn_report_refuse(kvn_report *report, uint64_t count, int status, int code, const char *format,

@@ -25,16 +25,17 @@ typedef struct stripe {
     kvn_request *request; /* NULL: not submitted */
     uint64_t first, last; /* descriptors of the batch */
     atomic_int why; /* KVN_OK, or the status of an abort before its end */
+    kvn_report report;
 } stripe;
 
 struct kvn_request {
     kvn_batch_end *end; /* the batch's; NULL: none */
+    kvn_report *report;
     atomic_size_t num_open; /* stripes that have not ended */
-    atomic_int status;      /* the status of a failed stripe */
     uint64_t count;
     uint64_t total;
     size_t num_stripes;
-    stripe stripes[KVN_MAX_STRIPES];
+    stripe stripes[];
 };
 
 /* ---- the outcome, from the outcomes of all stripes ---- */
@@ -45,14 +46,23 @@ static bool says_more(const kvn_report *one, const kvn_report *all)
     return one->status < 0 && (all->status >= 0 || (kvn_is_given_up(all->status) && !kvn_is_given_up(one->status)));
 }
 
-static void add(kvn_report *all, kvn_report *one, const stripe *it)
+static void take_failure(kvn_report *all, const stripe *it)
+{
+    const kvn_report *one = &it->report;
+
+    all->status = one->status;
+    all->code = one->code;
+    all->failed = one->failed == KVN_NO_DESCRIPTOR ? KVN_NO_DESCRIPTOR : it->first + one->failed;
+    memcpy(all->message, one->message, sizeof all->message);
+}
+
+static void add(kvn_report *all, stripe *it)
 {
     const uint64_t first = it->first;
     const int why = atomic_load(&it->why);
+    kvn_report *one = &it->report;
 
     all->bytes_done += one->bytes_done;
-    if (one->status == KVN_PENDING)
-        return;
     /* The abort may have broken the connection that all stripes use. */
     if (one->status == KVN_PEER_GONE && why != KVN_OK) {
         one->status = why;
@@ -61,55 +71,31 @@ static void add(kvn_report *all, kvn_report *one, const stripe *it)
     }
     for (uint32_t i = 0; i < one->num_unconfirmed; i++)
         kvn_report_add_span(all, first + one->unconfirmed[i].first, first + one->unconfirmed[i].last);
-    if (!says_more(one, all))
-        return;
-    all->status = one->status;
-    all->code = one->code;
-    all->failed = one->failed == KVN_NO_DESCRIPTOR ? KVN_NO_DESCRIPTOR : first + one->failed;
-    memcpy(all->message, one->message, sizeof all->message);
+    if (says_more(one, all))
+        take_failure(all, it);
 }
-
-static int settle(const kvn_request *request, kvn_report *all)
-{
-    kvn_report_merge_spans(all);
-    if (kvn_is_given_up(all->status))
-        kvn_report_abandoned(all, all->status, request->count, request->total);
-    return all->status;
-}
-
-/* Returns KVN_PENDING until all have an outcome. */
-static int ask_all(kvn_request *request, kvn_report *report)
-{
-    bool is_pending = false;
-    kvn_report one;
-
-    kvn_report_begin(report);
-    report->status = KVN_OK;
-    for (size_t i = 0; i < request->num_stripes; i++) {
-        const stripe *it = &request->stripes[i];
-        is_pending |= it->inner->vtable->poll(it->inner, it->request, &one) == KVN_PENDING;
-        add(report, &one, it);
-    }
-    if (!is_pending)
-        return settle(request, report);
-    const uint64_t bytes_done = report->bytes_done;
-    kvn_report_begin(report);
-    report->bytes_done = bytes_done;
-    return KVN_PENDING;
-}
-
-/* ---- submit ---- */
 
 /* The last stripe to end ends the batch. */
 static void end_stripe(kvn_batch_end *end, int status)
 {
     kvn_request *request = ((stripe *)end)->whole;
+    kvn_report *all = request->report;
 
-    if (status != KVN_OK)
-        atomic_store(&request->status, status);
-    if (atomic_fetch_sub(&request->num_open, 1) == 1)
-        request->end->call(request->end, atomic_load(&request->status));
+    (void)status;
+    if (atomic_fetch_sub(&request->num_open, 1) > 1)
+        return;
+    kvn_report_begin(all);
+    all->status = KVN_OK;
+    for (size_t i = 0; i < request->num_stripes; i++)
+        add(all, &request->stripes[i]);
+    kvn_report_merge_spans(all);
+    if (kvn_is_given_up(all->status))
+        kvn_report_abandoned(all, all->status, request->count, request->total);
+    if (request->end)
+        request->end->call(request->end, all->status);
 }
+
+/* ---- submit ---- */
 
 /* Cuts the batch between descriptors into stripes of about equal size, at most one for each backend. A backend gets
  * none if the batch is small, or if a large descriptor has made an earlier stripe take its share too. */
@@ -130,26 +116,26 @@ static void cut_up(const striped *self, const kvn_columns *batch, kvn_request *r
             last = batch->count;
         if (first == last && count > 1)
             continue;
-        *it = (stripe){.end = {.call = end_stripe},
-                       .whole = request,
-                       .inner = self->inner[n],
-                       .first = first,
-                       .last = last};
+        it->end = (kvn_batch_end){.call = end_stripe};
+        it->whole = request;
+        it->inner = self->inner[n];
+        it->request = NULL;
+        it->first = first;
+        it->last = last;
         atomic_init(&it->why, KVN_OK);
         request->num_stripes++;
     }
 }
 
-static int submit_one(stripe *it, const kvn_columns *batch, kvn_report *report)
+static int submit_one(stripe *it, const kvn_columns *batch)
 {
     kvn_columns part = kvn_columns_slice(batch, it->first, it->last);
 
-    if (batch->end)
-        part.end = &it->end;
+    part.end = &it->end;
     if (it->first > 0 && part.caller == KVN_CALLER_WAITS) /* the caller waits in the first stripe; the others move
                                                            * meanwhile */
         part.caller = KVN_CALLER_RETURNS;
-    return it->inner->vtable->submit(it->inner, &part, &it->request, report);
+    return it->inner->vtable->submit(it->inner, &part, &it->request, &it->report);
 }
 
 static void let_go(kvn_request *request)
@@ -172,9 +158,8 @@ typedef struct giving_up {
 static void *give_up_one(void *argument)
 {
     const giving_up *self = argument;
-    kvn_report one;
 
-    self->it->inner->vtable->abort(self->it->inner, self->it->request, self->why, &one);
+    self->it->inner->vtable->abort(self->it->inner, self->it->request, self->why);
     return NULL;
 }
 
@@ -183,14 +168,14 @@ static void give_up(kvn_request *request, int why)
 {
     giving_up all[KVN_MAX_STRIPES];
     size_t count = 0;
-    kvn_report one;
+    uint64_t bytes_done;
 
     for (size_t i = 0; i < request->num_stripes; i++) {
         stripe *it = &request->stripes[i];
         int open = KVN_OK;
         if (!it->request)
             continue;
-        if (it->inner->vtable->poll(it->inner, it->request, &one) == KVN_PENDING)
+        if (it->inner->vtable->poll(it->inner, it->request, &bytes_done) == KVN_PENDING)
             atomic_compare_exchange_strong(&it->why, &open, why);
         all[count++] = (giving_up){.it = it, .why = why};
     }
@@ -204,16 +189,16 @@ static void give_up(kvn_request *request, int why)
 }
 
 /* Stops all stripes after one was refused; some of their bytes may have moved. */
-static int refuse(kvn_request *request, uint64_t first, kvn_report *report)
+static int refuse(kvn_request *request, const stripe *refused)
 {
+    kvn_report *report = request->report;
     const uint64_t count = request->count;
 
     give_up(request, KVN_CANCELLED);
-    let_go(request);
-    if (report->failed != KVN_NO_DESCRIPTOR)
-        report->failed += first;
-    report->num_unconfirmed = 0;
+    kvn_report_begin(report);
+    take_failure(report, refused);
     kvn_report_add_span(report, 0, count);
+    let_go(request);
     return report->status;
 }
 
@@ -227,55 +212,63 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     if (!kvn_columns_total(batch, &total))
         return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
                                  "the descriptors have 2**64 bytes or more in total");
-    request = malloc(sizeof *request);
+    request = malloc(sizeof *request + self->count * sizeof(stripe));
     if (!request)
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
                                  "no memory for a request (%zu bytes)", sizeof *request);
     request->end = batch->end;
+    request->report = report;
     request->count = batch->count;
     request->total = total;
     cut_up(self, batch, request);
     atomic_init(&request->num_open, request->num_stripes); /* a refused stripe never ends, nor does the batch then */
-    atomic_init(&request->status, KVN_OK);
     /* Submit the first one last: this thread may have to begin it, which takes a while. */
     for (size_t n = 1; n <= request->num_stripes; n++) {
         stripe *it = &request->stripes[n % request->num_stripes];
 
-        if (submit_one(it, batch, report) != KVN_OK) {
+        if (submit_one(it, batch) != KVN_OK) {
             it->request = NULL;
-            return refuse(request, it->first, report);
+            return refuse(request, it);
         }
     }
     *out = request;
     return KVN_OK;
 }
 
-/* ---- poll, wait, abort, release ---- */
+/* ---- poll, wait, abort, release: the report is complete once all stripes have an outcome ---- */
 
-static int poll(kvn_backend *base, kvn_request *request, kvn_report *report)
+static int poll(kvn_backend *base, kvn_request *request, uint64_t *bytes_done)
 {
+    bool is_pending = false;
+
     (void)base;
-    return ask_all(request, report);
+    *bytes_done = 0;
+    for (size_t i = 0; i < request->num_stripes; i++) {
+        const stripe *it = &request->stripes[i];
+        uint64_t of_stripe;
+        is_pending |= it->inner->vtable->poll(it->inner, it->request, &of_stripe) == KVN_PENDING;
+        *bytes_done += of_stripe;
+    }
+    return is_pending ? KVN_PENDING : request->report->status;
 }
 
-static int wait(kvn_backend *base, kvn_request *request, int64_t deadline_ns, kvn_report *report)
+static int wait(kvn_backend *base, kvn_request *request, int64_t deadline_ns)
 {
-    kvn_report one;
     int status = KVN_OK;
 
     for (size_t i = 0; i < request->num_stripes && status != KVN_PENDING; i++) {
         const stripe *it = &request->stripes[i];
-        status = it->inner->vtable->wait(it->inner, it->request, deadline_ns, &one);
+        status = it->inner->vtable->wait(it->inner, it->request, deadline_ns);
     }
     (void)base;
-    return ask_all(request, report);
+    return status == KVN_PENDING ? KVN_PENDING : request->report->status;
 }
 
-static int abort_all(kvn_backend *base, kvn_request *request, int why, kvn_report *report)
+static int abort_all(kvn_backend *base, kvn_request *request, int why)
 {
     give_up(request, why);
     (void)base;
-    return ask_all(request, report);
+    return request->report->status;
 }
 
 static void release(kvn_backend *base, kvn_request *request)

@@ -54,7 +54,7 @@ int kvn_staged_copy_wait(kvn_staged_copy *self, int64_t deadline_ns, kvn_failure
     char number[48];
 
     if (self->request) {
-        if (self->backend->vtable->wait(self->backend, self->request, deadline_ns, report) == KVN_PENDING)
+        if (self->backend->vtable->wait(self->backend, self->request, deadline_ns) == KVN_PENDING)
             return KVN_PENDING;
         release(self);
     }
@@ -69,6 +69,6 @@ void kvn_staged_copy_abort(kvn_staged_copy *self)
 {
     if (!self->request)
         return;
-    self->backend->vtable->abort(self->backend, self->request, KVN_CANCELLED, &self->report);
+    self->backend->vtable->abort(self->backend, self->request, KVN_CANCELLED);
     release(self);
 }

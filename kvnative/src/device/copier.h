@@ -13,7 +13,7 @@ typedef struct kvn_copier {
     kvn_backend *backends[KVN_DEVICE_TO_DEVICE]; /* by direction - 1 */
 } kvn_copier;
 
-/* A copy in flight: from start until wait has returned an outcome, or abort has returned. */
+/* A copy in flight: from start until wait has returned an outcome, or abort has returned. It must stay in place. */
 typedef struct kvn_staged_copy {
     kvn_backend *backend;
     kvn_request *request; /* NULL: none, or it has ended */

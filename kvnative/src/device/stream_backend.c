@@ -136,29 +136,27 @@ static int order_stream(kvn_request *request, kvn_stream stream, void *theirs, k
 }
 
 static int block_stream(kvn_backend *base, kvn_request *request, void *stream, int64_t deadline_ns,
-                        kvn_report *report)
+                        kvn_failure *why)
 {
     const kvn_device *device = kvn_channel_device(stream_backend(base)->channels[0]);
     void *previous = NULL;
-    kvn_failure failure;
     int status;
 
     if (device->ops->can_abort) /* an event on an aborted stream may never come */
-        return kvn_report_refuse(report, request->count, KVN_UNSUPPORTED, 0,
-                                 "no stream of %s can wait for a transfer, which may be aborted; wait for it on "
-                                 "the host", device->ops->runtime);
+        return kvn_fail(why, KVN_UNSUPPORTED, 0,
+                        "no stream of %s can wait for a transfer, which may be aborted; wait for it on the host",
+                        device->ops->runtime);
     for (unsigned i = 0; i < request->num_shards; i++)
         if (!kvn_channel_await_issued(request->shards[i].channel, &request->shards[i].job, deadline_ns))
             return KVN_PENDING;
     if (request->num_shards == 0)
         return KVN_OK;
-    status = kvn_device_enter_stream(device, stream, &previous, &failure);
+    status = kvn_device_enter_stream(device, stream, &previous, why);
     if (status == KVN_OK) {
-        status = order_stream(request, stream, device->ops->get_context(device), &failure);
+        status = order_stream(request, stream, device->ops->get_context(device), why);
         kvn_device_leave_stream(device, previous);
     }
-    return status == KVN_OK ? status
-                            : kvn_report_refuse(report, request->count, status, failure.code, "%s", failure.message);
+    return status;
 }
 
 /* ---- submit ---- */
@@ -257,7 +255,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
                                  batch->count);
     }
     shards = batch->after ? 1 : num_shards_of(self, batch, cost);
-    kvn_request *request = kvn_stream_request_create(self, batch, total, shards);
+    kvn_request *request = kvn_stream_request_create(self, batch, total, shards, report);
     if (!request) {
         give_ordered(self, batch, ordered);
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,

@@ -22,7 +22,7 @@
 static void note_failure(kvn_request *request, const kvn_stream_shard *it, int status,
                          const kvn_channel_fault *fault)
 {
-    kvn_report *report = &request->report;
+    kvn_report *report = request->report;
     const uint64_t failed = fault->failed < it->columns.count ? it->offset + fault->failed
                                                                  : KVN_NO_DESCRIPTOR;
 
@@ -36,7 +36,7 @@ static void note_failure(kvn_request *request, const kvn_stream_shard *it, int s
 
 static void report_abandoned(kvn_request *request)
 {
-    kvn_report *report = &request->report;
+    kvn_report *report = request->report;
     size_t end;
 
     kvn_report_abandoned(report, request->why ? request->why : KVN_CANCELLED, request->count,
@@ -48,7 +48,7 @@ static void report_abandoned(kvn_request *request)
 
 void kvn_stream_request_finish(kvn_request *request)
 {
-    kvn_report *report = &request->report;
+    kvn_report *report = request->report;
 
     kvn_report_merge_spans(report);
     report->bytes_done = atomic_load_explicit(&request->moved, memory_order_relaxed);
@@ -80,7 +80,7 @@ void kvn_stream_shard_settle(kvn_stream_shard *it, int status, kvn_channel_fault
     atomic_fetch_add_explicit(&request->moved, nbytes, memory_order_relaxed);
 
     pthread_mutex_lock(&request->mutex);
-    kvn_report_add_span(&request->report, it->offset + confirmed.count, it->offset + count);
+    kvn_report_add_span(request->report, it->offset + confirmed.count, it->offset + count);
     if (status != KVN_OK && status != KVN_CANCELLED)
         note_failure(request, it, status, fault);
     if (status == KVN_CANCELLED && !*request->remark)
@@ -244,13 +244,13 @@ int kvn_stream_request_await(kvn_channel *channel, const kvn_columns *columns, c
 /* ---- the request ---- */
 
 kvn_request *kvn_stream_request_create(struct kvn_stream_backend *self, const kvn_columns *batch, uint64_t total,
-                                       unsigned shards)
+                                       unsigned shards, kvn_report *report)
 {
     kvn_request *request = malloc(sizeof *request + shards * sizeof(kvn_stream_shard));
 
     if (!request)
         return NULL;
-    memset(request, 0, offsetof(kvn_request, report));
+    memset(request, 0, sizeof *request);
     request->self = self;
     request->count = batch->count;
     request->total = total;
@@ -259,21 +259,22 @@ kvn_request *kvn_stream_request_create(struct kvn_stream_backend *self, const kv
     atomic_init(&request->is_held, batch->after != NULL);
     pthread_mutex_init(&request->mutex, NULL);
     kvn_cond_init(&request->changed);
-    kvn_report_begin(&request->report);
-    request->report.status = KVN_OK;
+    request->report = report;
+    kvn_report_begin(report);
+    report->status = KVN_OK;
     return request;
 }
 
-int kvn_stream_request_poll(kvn_backend *self, kvn_request *request, kvn_report *report)
+static int outcome(const kvn_request *request)
+{
+    return atomic_load_explicit(&request->finished, memory_order_acquire) ? request->report->status : KVN_PENDING;
+}
+
+int kvn_stream_request_poll(kvn_backend *self, kvn_request *request, uint64_t *bytes_done)
 {
     (void)self;
-    if (!atomic_load_explicit(&request->finished, memory_order_acquire)) {
-        kvn_report_begin(report);
-        report->bytes_done = atomic_load_explicit(&request->moved, memory_order_relaxed);
-        return KVN_PENDING;
-    }
-    kvn_report_copy(report, &request->report);
-    return report->status;
+    *bytes_done = atomic_load_explicit(&request->moved, memory_order_relaxed);
+    return outcome(request);
 }
 
 static void spin_until_finished(const kvn_request *request, int64_t deadline_ns)
@@ -284,19 +285,19 @@ static void spin_until_finished(const kvn_request *request, int64_t deadline_ns)
         ;
 }
 
-int kvn_stream_request_wait(kvn_backend *self, kvn_request *request, int64_t deadline_ns,
-                        kvn_report *report)
+int kvn_stream_request_wait(kvn_backend *self, kvn_request *request, int64_t deadline_ns)
 {
+    (void)self;
     spin_until_finished(request, deadline_ns);
     pthread_mutex_lock(&request->mutex);
     while (!atomic_load_explicit(&request->finished, memory_order_relaxed))
         if (!kvn_cond_wait(&request->changed, &request->mutex, deadline_ns))
             break;
     pthread_mutex_unlock(&request->mutex);
-    return kvn_stream_request_poll(self, request, report);
+    return outcome(request);
 }
 
-int kvn_stream_request_abort(kvn_backend *self, kvn_request *request, int why, kvn_report *report)
+int kvn_stream_request_abort(kvn_backend *self, kvn_request *request, int why)
 {
     pthread_mutex_lock(&request->mutex);
     if (request->open > 0 && request->why == KVN_OK) {
@@ -308,10 +309,10 @@ int kvn_stream_request_abort(kvn_backend *self, kvn_request *request, int why, k
     /* Otherwise shards queued behind another request would be dropped only at their turn. */
     drop_queued(request);
     /* Repeatedly, because a thread may have checked just before this, and begun to wait just after. */
-    while (kvn_stream_request_wait(self, request, kvn_now_ns() + PATIENCE_NS, report) == KVN_PENDING)
+    while (kvn_stream_request_wait(self, request, kvn_now_ns() + PATIENCE_NS) == KVN_PENDING)
         for (unsigned i = 0; i < request->num_shards; i++)
             kvn_channel_interrupt(request->shards[i].channel, &request->shards[i].job);
-    return kvn_stream_request_poll(self, request, report);
+    return outcome(request);
 }
 
 void kvn_stream_request_cancel_held(kvn_backend *self, kvn_request *request)

@@ -34,13 +34,13 @@ struct kvn_request {
     atomic_bool *taken; /* the flag of its exclusive channel; NULL if it shares channels */
     unsigned num_shards;
     char remark[128]; /* the message of a stopped shard; "": none */
-    kvn_report report;
+    kvn_report *report;
     kvn_stream_shard shards[];
 };
 
-/* Makes a request with room for `shards` shards. NULL: no memory. */
+/* Makes a request with room for `shards` shards, which writes its outcome to `report`. NULL: no memory. */
 kvn_request *kvn_stream_request_create(struct kvn_stream_backend *self, const kvn_columns *batch, uint64_t total,
-                                       unsigned shards);
+                                       unsigned shards, kvn_report *report);
 /* Sets the outcome. The caller holds the mutex, or the request has no shards. */
 void kvn_stream_request_finish(kvn_request *request);
 /* Call it when a shard has ended. If `status` is not KVN_OK, `fault` says how much of the shard has arrived. */
@@ -62,9 +62,9 @@ int kvn_stream_request_synchronize(kvn_channel *channel, const kvn_columns *colu
 int kvn_stream_request_look(const kvn_columns *columns, kvn_failure *why);
 
 /* Calls of the vtable. */
-int kvn_stream_request_poll(kvn_backend *self, kvn_request *request, kvn_report *report);
-int kvn_stream_request_wait(kvn_backend *self, kvn_request *request, int64_t deadline_ns, kvn_report *report);
-int kvn_stream_request_abort(kvn_backend *self, kvn_request *request, int why, kvn_report *report);
+int kvn_stream_request_poll(kvn_backend *self, kvn_request *request, uint64_t *bytes_done);
+int kvn_stream_request_wait(kvn_backend *self, kvn_request *request, int64_t deadline_ns);
+int kvn_stream_request_abort(kvn_backend *self, kvn_request *request, int why);
 void kvn_stream_request_cancel_held(kvn_backend *self, kvn_request *request);
 void kvn_stream_request_release(kvn_backend *self, kvn_request *request);
 

@@ -7,20 +7,21 @@
 #include "core/report.h"
 
 void kvn_job_init(kvn_job *job, const kvn_columns *batch, kvn_move move, void *context,
-                  kvn_piece_limits limits)
+                  kvn_piece_limits limits, kvn_report *report)
 {
-    memset(job, 0, offsetof(kvn_job, report));
+    memset(job, 0, sizeof *job);
     job->batch = *batch;
     job->move = move;
     job->context = context;
     job->limits = limits;
-    kvn_report_begin(&job->report);
+    job->report = report;
+    kvn_report_begin(report);
 }
 
 void kvn_job_start(kvn_job *job, uint64_t total)
 {
     job->total = job->unclaimed = total;
-    job->report.status = KVN_OK;
+    job->report->status = KVN_OK;
 }
 
 /* A piece is half of a fair share of the rest: large at first, small at the end. */
@@ -82,14 +83,14 @@ void kvn_job_claim(kvn_job *job, unsigned threads, kvn_piece *piece)
 /* Unclaimed bytes stay unconfirmed, and so do partly claimed descriptors. */
 void kvn_job_abandon(kvn_job *job)
 {
-    kvn_report_add_span(&job->report, job->cursor, job->batch.count);
+    kvn_report_add_span(job->report, job->cursor, job->batch.count);
     job->cursor = job->batch.count;
     job->cursor_skip = 0;
 }
 
 void kvn_job_fail(kvn_job *job, const kvn_piece *piece, int status, kvn_fault *fault)
 {
-    kvn_report *report = &job->report;
+    kvn_report *report = job->report;
 
     if (fault->failed < piece->first || fault->failed >= piece->last)
         fault->failed = piece->first;
@@ -119,7 +120,7 @@ int kvn_job_move(kvn_job *job, const kvn_piece *piece, kvn_fault *fault)
 
 void kvn_job_finish(kvn_job *job)
 {
-    kvn_report *report = &job->report;
+    kvn_report *report = job->report;
 
     kvn_report_merge_spans(report);
     report->bytes_done = atomic_load_explicit(&job->moved, memory_order_relaxed);

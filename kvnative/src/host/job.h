@@ -64,12 +64,12 @@ typedef struct kvn_job {
     int64_t caller_ns;         /* end of the caller's submit or latest wait; 0: it serves other batches */
     atomic_bool finished;        /* poll reads it without the mutex: release and acquire, for `report` */
     atomic_uint_fast64_t moved;  /* bytes; poll reads it without the mutex: relaxed, only a count */
-    kvn_report report;           /* the outcome; stable once finished */
+    kvn_report *report;          /* the outcome; stable once finished */
 } kvn_job;
 
-/* `context` is passed to `move`. The columns must outlive the outcome. */
+/* `context` is passed to `move`. The columns must outlive the outcome, and the report the job. */
 void kvn_job_init(kvn_job *job, const kvn_columns *batch, kvn_move move, void *context,
-                  kvn_piece_limits limits);
+                  kvn_piece_limits limits, kvn_report *report);
 
 /* Moves the whole job on the calling thread, without the pool; finished on return. */
 void kvn_job_run(kvn_job *job, uint64_t total);

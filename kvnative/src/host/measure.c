@@ -57,7 +57,7 @@ static int64_t copy_once(const mover *it, const kvn_columns *batch)
         errno = ENOMEM; /* our own ranges are not refused for another reason */
         return -1;
     }
-    calls->wait(it->backend, request, KVN_FOREVER, &report);
+    calls->wait(it->backend, request, KVN_FOREVER);
     calls->release(it->backend, request);
     return kvn_now_ns() - start;
 }

@@ -359,22 +359,12 @@ void kvn_job_submit(kvn_job *job, kvn_pool *pool, uint64_t total)
     pthread_mutex_unlock(&pool->mutex);
 }
 
-static int pending(const kvn_job *job, kvn_report *report)
-{
-    kvn_report_begin(report);
-    report->bytes_done = atomic_load_explicit(&job->moved, memory_order_relaxed);
-    return KVN_PENDING;
-}
+static int outcome(const kvn_job *job) { return kvn_job_is_finished(job) ? job->report->status : KVN_PENDING; }
 
-static int outcome(const kvn_job *job, kvn_report *report)
+int kvn_job_poll(const kvn_job *job, uint64_t *bytes_done)
 {
-    kvn_report_copy(report, &job->report);
-    return report->status;
-}
-
-int kvn_job_poll(kvn_job *job, kvn_report *report)
-{
-    return kvn_job_is_finished(job) ? outcome(job, report) : pending(job, report);
+    *bytes_done = atomic_load_explicit(&job->moved, memory_order_relaxed);
+    return outcome(job);
 }
 
 /* All of the job is claimed, and its last pieces are small, so they end soon. */
@@ -429,27 +419,27 @@ static void help(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
     wake_next(pool);
 }
 
-int kvn_job_wait(kvn_job *job, int64_t deadline_ns, kvn_report *report)
+int kvn_job_wait(kvn_job *job, int64_t deadline_ns)
 {
     kvn_pool *pool = job->pool;
 
     if (kvn_job_is_finished(job))
-        return outcome(job, report);
+        return outcome(job);
     pthread_mutex_lock(&pool->mutex);
     help(pool, job, deadline_ns);
     pthread_mutex_unlock(&pool->mutex);
-    return kvn_job_poll(job, report);
+    return outcome(job);
 }
 
-int kvn_job_abort(kvn_job *job, int why, kvn_report *report)
+int kvn_job_abort(kvn_job *job, int why)
 {
     kvn_pool *pool = job->pool;
 
     if (kvn_job_is_finished(job))
-        return outcome(job, report);
+        return outcome(job);
     pthread_mutex_lock(&pool->mutex);
     if (kvn_job_has_unclaimed(job)) {
-        job->report.status = why;
+        job->report->status = why;
         kvn_job_abandon(job);
         kvn_list_remove(&job->queued);
         if (job->in_motion == 0)
@@ -458,7 +448,7 @@ int kvn_job_abort(kvn_job *job, int why, kvn_report *report)
     while (!kvn_job_is_finished(job))
         sleep_until(pool, job, KVN_FOREVER);
     pthread_mutex_unlock(&pool->mutex);
-    return outcome(job, report);
+    return outcome(job);
 }
 
 void kvn_job_release(kvn_job *job)

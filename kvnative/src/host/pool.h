@@ -41,9 +41,9 @@ void kvn_pool_destroy(kvn_pool *pool);
 /* Queues the job and wakes a worker. */
 void kvn_job_submit(kvn_job *job, kvn_pool *pool, uint64_t total);
 /* Like the calls of the backend vtable. Several threads may call wait and abort at once. */
-int kvn_job_poll(kvn_job *job, kvn_report *report);
-int kvn_job_wait(kvn_job *job, int64_t deadline_ns, kvn_report *report);
-int kvn_job_abort(kvn_job *job, int why, kvn_report *report);
+int kvn_job_poll(const kvn_job *job, uint64_t *bytes_done);
+int kvn_job_wait(kvn_job *job, int64_t deadline_ns);
+int kvn_job_abort(kvn_job *job, int why);
 /* Call it once, after the outcome, when no other thread is in a call on the job. */
 void kvn_job_release(kvn_job *job);
 

@@ -43,7 +43,7 @@ int kvn_pooled_submit(kvn_backend *base, const kvn_columns *batch, kvn_request *
     if (!request)
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
                                  "no memory for a request (%zu bytes)", sizeof *request);
-    kvn_job_init(&request->job, batch, self->move, self, self->piece);
+    kvn_job_init(&request->job, batch, self->move, self, self->piece, report);
     if (total <= self->inline_nbytes && batch->caller != KVN_CALLER_HURRIES)
         kvn_job_run(&request->job, total);
     else
@@ -52,23 +52,22 @@ int kvn_pooled_submit(kvn_backend *base, const kvn_columns *batch, kvn_request *
     return KVN_OK;
 }
 
-int kvn_pooled_poll(kvn_backend *self, kvn_request *request, kvn_report *report)
+int kvn_pooled_poll(kvn_backend *self, kvn_request *request, uint64_t *bytes_done)
 {
     (void)self;
-    return kvn_job_poll(&request->job, report);
+    return kvn_job_poll(&request->job, bytes_done);
 }
 
-int kvn_pooled_wait(kvn_backend *self, kvn_request *request, int64_t deadline_ns,
-                    kvn_report *report)
+int kvn_pooled_wait(kvn_backend *self, kvn_request *request, int64_t deadline_ns)
 {
     (void)self;
-    return kvn_job_wait(&request->job, deadline_ns, report);
+    return kvn_job_wait(&request->job, deadline_ns);
 }
 
-int kvn_pooled_abort(kvn_backend *self, kvn_request *request, int why, kvn_report *report)
+int kvn_pooled_abort(kvn_backend *self, kvn_request *request, int why)
 {
     (void)self;
-    return kvn_job_abort(&request->job, why, report);
+    return kvn_job_abort(&request->job, why);
 }
 
 void kvn_pooled_release(kvn_backend *self, kvn_request *request)

@@ -24,10 +24,9 @@ void kvn_pooled_set_guard(kvn_backend *self, kvn_guard *guard);
 
 int kvn_pooled_submit(kvn_backend *self, const kvn_columns *batch, kvn_request **out,
                       kvn_report *report);
-int kvn_pooled_poll(kvn_backend *self, kvn_request *request, kvn_report *report);
-int kvn_pooled_wait(kvn_backend *self, kvn_request *request, int64_t deadline_ns,
-                    kvn_report *report);
-int kvn_pooled_abort(kvn_backend *self, kvn_request *request, int why, kvn_report *report);
+int kvn_pooled_poll(kvn_backend *self, kvn_request *request, uint64_t *bytes_done);
+int kvn_pooled_wait(kvn_backend *self, kvn_request *request, int64_t deadline_ns);
+int kvn_pooled_abort(kvn_backend *self, kvn_request *request, int why);
 void kvn_pooled_release(kvn_backend *self, kvn_request *request);
 
 /* The vtable of such a backend: KVN_POOLED_VTABLE("host", destroy) */

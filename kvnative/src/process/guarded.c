@@ -19,24 +19,16 @@ typedef struct guarded_request {
     guarded *self;
     kvn_request *inner;
     kvn_announcement announced;
-    atomic_bool left;
 } guarded_request;
 
 static kvn_backend *inner_of(const kvn_backend *base) { return ((const guarded *)base)->inner; }
-
-/* Withdraws the announcement of the batch. */
-static void leave(guarded_request *request)
-{
-    if (!atomic_exchange(&request->left, true))
-        kvn_guard_leave(request->self->guard, &request->announced);
-}
 
 /* Called by the inner backend at the end of the batch, so that the owner need not wait until the caller polls. */
 static void leave_at_once(kvn_batch_end *end, int status)
 {
     guarded_request *request = (guarded_request *)end;
 
-    leave(request);
+    kvn_guard_leave(request->self->guard, &request->announced);
     if (request->outer)
         request->outer->call(request->outer, status);
 }
@@ -48,14 +40,6 @@ static int look(kvn_batch_end *end, kvn_failure *why)
     guarded_request *request = (guarded_request *)end;
 
     return kvn_guard_renew(request->self->guard, &request->announced, why);
-}
-
-/* Withdraws the announcement unless the batch is pending; returns `status`. */
-static int leave_at_end(guarded_request *request, int status)
-{
-    if (status != KVN_PENDING)
-        leave(request);
-    return status;
 }
 
 /* Announces the batch. KVN_PENDING: it is not announced, and must not be submitted. Neither a batch that will wait for
@@ -95,7 +79,7 @@ static int guarded_submit(kvn_backend *base, const kvn_columns *batch, kvn_reque
     if (status == KVN_OK) {
         status = self->inner->vtable->submit(self->inner, &announced, &request->inner, report);
         if (status != KVN_OK)
-            leave(request);
+            kvn_guard_leave(self->guard, &request->announced);
     }
     if (status == KVN_OK)
         *out = (kvn_request *)request;
@@ -104,29 +88,19 @@ static int guarded_submit(kvn_backend *base, const kvn_columns *batch, kvn_reque
     return status;
 }
 
-static int guarded_poll(kvn_backend *base, kvn_request *handle, kvn_report *report)
+static int guarded_poll(kvn_backend *base, kvn_request *handle, uint64_t *bytes_done)
 {
-    guarded_request *request = (guarded_request *)handle;
-    kvn_backend *inner = inner_of(base);
-
-    return leave_at_end(request, inner->vtable->poll(inner, request->inner, report));
+    return inner_of(base)->vtable->poll(inner_of(base), ((guarded_request *)handle)->inner, bytes_done);
 }
 
-static int guarded_wait(kvn_backend *base, kvn_request *handle, int64_t deadline_ns,
-                        kvn_report *report)
+static int guarded_wait(kvn_backend *base, kvn_request *handle, int64_t deadline_ns)
 {
-    guarded_request *request = (guarded_request *)handle;
-    kvn_backend *inner = inner_of(base);
-
-    return leave_at_end(request, inner->vtable->wait(inner, request->inner, deadline_ns, report));
+    return inner_of(base)->vtable->wait(inner_of(base), ((guarded_request *)handle)->inner, deadline_ns);
 }
 
-static int guarded_abort(kvn_backend *base, kvn_request *handle, int why, kvn_report *report)
+static int guarded_abort(kvn_backend *base, kvn_request *handle, int why)
 {
-    guarded_request *request = (guarded_request *)handle;
-    kvn_backend *inner = inner_of(base);
-
-    return leave_at_end(request, inner->vtable->abort(inner, request->inner, why, report));
+    return inner_of(base)->vtable->abort(inner_of(base), ((guarded_request *)handle)->inner, why);
 }
 
 static void guarded_cancel_held(kvn_backend *base, kvn_request *handle)
@@ -138,11 +112,11 @@ static void guarded_cancel_held(kvn_backend *base, kvn_request *handle)
 }
 
 static int guarded_block_stream(kvn_backend *base, kvn_request *handle, void *stream, int64_t deadline_ns,
-                                kvn_report *report)
+                                kvn_failure *why)
 {
     kvn_backend *inner = inner_of(base);
 
-    return inner->vtable->block_stream(inner, ((guarded_request *)handle)->inner, stream, deadline_ns, report);
+    return inner->vtable->block_stream(inner, ((guarded_request *)handle)->inner, stream, deadline_ns, why);
 }
 
 static void guarded_release(kvn_backend *base, kvn_request *handle)

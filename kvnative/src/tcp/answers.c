@@ -42,7 +42,7 @@ static void settle(kvn_tcp_client *self)
             kvn_tcp_transfer_end(it, KVN_OK, 0, KVN_NO_DESCRIPTOR);
     }
     /* An aborted push ends once the peer has taken its last bytes. */
-    if (it->in_flight == 0 && it->end.status != KVN_PENDING && !atomic_load(&it->finished))
+    if (it->in_flight == 0 && it->report->status != KVN_PENDING && !atomic_load(&it->finished))
         kvn_tcp_transfer_finish(it);
 }
 

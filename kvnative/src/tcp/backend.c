@@ -38,41 +38,34 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     it->remote = is_pull ? batch->src : batch->dst;
     it->kind = is_pull ? KVN_TCP_PULL : KVN_TCP_PUSH;
     it->total = it->uncut = total;
-    kvn_report_begin(&it->end);
+    it->report = report;
+    kvn_report_begin(report);
     kvn_tcp_client_begin(it, batch->caller);
     *out = it;
     return KVN_OK;
 }
 
-static int outcome(const kvn_request *it, kvn_report *report)
-{
-    if (!atomic_load(&it->finished)) {
-        kvn_report_begin(report);
-        report->bytes_done = atomic_load_explicit(&it->moved, memory_order_relaxed);
-        return KVN_PENDING;
-    }
-    kvn_report_copy(report, &it->report);
-    return report->status;
-}
+static int outcome(const kvn_request *it) { return atomic_load(&it->finished) ? it->report->status : KVN_PENDING; }
 
-static int poll(kvn_backend *base, kvn_request *it, kvn_report *report)
+static int poll(kvn_backend *base, kvn_request *it, uint64_t *bytes_done)
 {
     (void)base;
-    return outcome(it, report);
+    *bytes_done = atomic_load_explicit(&it->moved, memory_order_relaxed);
+    return outcome(it);
 }
 
-static int wait(kvn_backend *base, kvn_request *it, int64_t deadline_ns, kvn_report *report)
+static int wait(kvn_backend *base, kvn_request *it, int64_t deadline_ns)
 {
     (void)base;
     kvn_tcp_client_wait(it, deadline_ns);
-    return outcome(it, report);
+    return outcome(it);
 }
 
-static int give_up(kvn_backend *base, kvn_request *it, int why, kvn_report *report)
+static int give_up(kvn_backend *base, kvn_request *it, int why)
 {
     (void)base;
     kvn_tcp_client_give_up(it, why);
-    return outcome(it, report);
+    return outcome(it);
 }
 
 static void release(kvn_backend *base, kvn_request *it)

@@ -125,8 +125,8 @@ void kvn_tcp_client_begin(kvn_request *it, uint32_t caller)
     lock_soon(self);
     kvn_tcp_transfer_put_in(self, it);
     if (self->has_failed) {
-        it->end.status = KVN_PEER_GONE;
-        snprintf(it->end.message, sizeof it->end.message, "the connection has failed");
+        it->report->status = KVN_PEER_GONE;
+        snprintf(it->report->message, sizeof it->report->message, "the connection has failed");
         kvn_tcp_transfer_finish(it);
     } else if (it->uncut == 0) {
         kvn_tcp_transfer_end(it, KVN_OK, 0, KVN_NO_DESCRIPTOR);

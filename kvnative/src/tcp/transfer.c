@@ -46,7 +46,7 @@ void kvn_tcp_transfer_put_in(kvn_tcp_client *self, kvn_request *it)
 void kvn_tcp_transfer_finish(kvn_request *it)
 {
     kvn_tcp_client *self = it->client;
-    kvn_report *report = &it->end;
+    kvn_report *report = it->report;
 
     for (uint32_t i = 0; i < self->num_asked; i++) {
         kvn_tcp_asked *asked = &self->window[(self->first + i) % KVN_TCP_WINDOW];
@@ -60,7 +60,6 @@ void kvn_tcp_transfer_finish(kvn_request *it)
         kvn_report_add_span(report, it->confirmed.index, it->batch.count);
     if (kvn_is_given_up(report->status))
         kvn_report_abandoned(report, report->status, it->batch.count, it->total);
-    kvn_report_copy(&it->report, report);
     take_out(it);
     if (it->batch.end)
         it->batch.end->call(it->batch.end, report->status);
@@ -70,11 +69,11 @@ void kvn_tcp_transfer_finish(kvn_request *it)
 
 void kvn_tcp_transfer_end(kvn_request *it, int status, int code, uint64_t failed)
 {
-    if (it->end.status != KVN_PENDING)
+    if (it->report->status != KVN_PENDING)
         return;
-    it->end.status = status;
-    it->end.code = code;
-    it->end.failed = failed;
+    it->report->status = status;
+    it->report->code = code;
+    it->report->failed = failed;
     it->uncut = 0;
     if (it->kind == KVN_TCP_PULL || it->in_flight == 0)
         kvn_tcp_transfer_finish(it);
@@ -85,16 +84,16 @@ void kvn_tcp_transfer_refuse(kvn_request *it, kvn_tcp_reason reason, const kvn_c
 {
     uint64_t index = from->index;
 
-    if (it->end.status != KVN_PENDING)
+    if (it->report->status != KVN_PENDING)
         return;
     for (offset += from->skip; index + 1 < it->batch.count && offset >= it->batch.nbytes[index]; index++)
         offset -= it->batch.nbytes[index];
     if (reason == KVN_TCP_RELEASED)
-        snprintf(it->end.message, sizeof it->end.message,
+        snprintf(it->report->message, sizeof it->report->message,
                  "descriptor %" PRIu64 ": %s was released or moved by the peer, or has expired", it->batch.first + index,
                  it->known->leases);
     else
-        snprintf(it->end.message, sizeof it->end.message,
+        snprintf(it->report->message, sizeof it->report->message,
                  "descriptor %" PRIu64 ": %" PRIu64 " bytes at 0x%" PRIx64 " of the peer, which %s",
                      it->batch.first + index, it->batch.nbytes[index], it->remote[index], REASONS[reason]);
     kvn_tcp_transfer_end(it, reason == KVN_TCP_DEVICE ? KVN_FAILED : KVN_UNMAPPED, 0, index);
@@ -104,13 +103,13 @@ void kvn_tcp_transfer_end_local(kvn_request *it, uint64_t index, bool is_device)
 {
     const kvn_failure *why = is_device ? kvn_tcp_device_failure(&it->client->watched.stream) : NULL;
 
-    if (it->end.status != KVN_PENDING)
+    if (it->report->status != KVN_PENDING)
         return;
     if (why)
-        snprintf(it->end.message, sizeof it->end.message, "descriptor %" PRIu64 ": %.200s", it->batch.first + index,
+        snprintf(it->report->message, sizeof it->report->message, "descriptor %" PRIu64 ": %.200s", it->batch.first + index,
                  why->message);
     else
-        snprintf(it->end.message, sizeof it->end.message,
+        snprintf(it->report->message, sizeof it->report->message,
                  "descriptor %" PRIu64 ": local memory: %" PRIu64 " bytes at 0x%" PRIx64 " are not mapped%s",
                  it->batch.first + index, it->batch.nbytes[index], it->local[index],
                  it->kind == KVN_TCP_PULL ? ", or not writable" : "");
@@ -125,10 +124,10 @@ void kvn_tcp_transfers_fail(kvn_tcp_client *self, int code, const char *why)
     self->on_failed(self->context, code, why);
     while (self->transfers) {
         kvn_request *it = self->transfers;
-        if (it->end.status == KVN_PENDING) {
-            it->end.status = KVN_PEER_GONE;
-            it->end.code = code;
-            snprintf(it->end.message, sizeof it->end.message, "%s", why);
+        if (it->report->status == KVN_PENDING) {
+            it->report->status = KVN_PEER_GONE;
+            it->report->code = code;
+            snprintf(it->report->message, sizeof it->report->message, "%s", why);
         }
         kvn_tcp_transfer_finish(it);
     }

@@ -38,11 +38,10 @@ struct kvn_request {
     kvn_cursor confirmed; /* position up to which bytes have arrived */
     uint64_t total;           /* bytes */
     unsigned in_flight;       /* requests on the wire */
-    kvn_report end;           /* the outcome-to-be; its status is KVN_PENDING until one is known */
+    kvn_report *report;       /* its status is KVN_PENDING until the outcome is known; complete once finished */
     pthread_cond_t changed;
     atomic_uint_fast64_t moved;
     atomic_bool finished;
-    kvn_report report; /* once finished */
 };
 
 /* A request on the wire. */
@@ -91,7 +90,7 @@ struct kvn_tcp_client {
 
 /* Adds a transfer after all others of the client. */
 void kvn_tcp_transfer_put_in(kvn_tcp_client *self, kvn_request *it);
-/* Finishes with the outcome in `end`. The memory of the transfer is not touched any more. */
+/* Finishes with the outcome in the report. The memory of the transfer is not touched any more. */
 void kvn_tcp_transfer_finish(kvn_request *it);
 /* Sends no more requests of the transfer. A push continues until the peer has taken the bytes on the wire, which it
  * writes to its memory. The first outcome of a transfer counts. */

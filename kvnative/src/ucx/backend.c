@@ -129,6 +129,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
                                  "no memory for a transfer");
     request->total = total;
+    request->report = report;
     if (find_uses(request, report) != KVN_OK) {
         forget(request);
         return report->status;
@@ -146,25 +147,21 @@ static bool is_finished(const void *context)
     return atomic_load(&((const kvn_request *)context)->finished);
 }
 
-static int poll_request(kvn_backend *base, kvn_request *request, kvn_report *report)
+static int outcome(const kvn_request *request) { return is_finished(request) ? request->report->status : KVN_PENDING; }
+
+static int poll_request(kvn_backend *base, kvn_request *request, uint64_t *bytes_done)
 {
     (void)base;
-    if (is_finished(request)) {
-        kvn_report_copy(report, &request->report);
-    } else {
-        kvn_report_begin(report);
-        report->bytes_done = atomic_load_explicit(&request->moved, memory_order_relaxed);
-    }
-    return report->status;
+    *bytes_done = atomic_load_explicit(&request->moved, memory_order_relaxed);
+    return outcome(request);
 }
 
-static int wait_for(kvn_backend *base, kvn_request *request, int64_t deadline_ns,
-                    kvn_report *report)
+static int wait_for(kvn_backend *base, kvn_request *request, int64_t deadline_ns)
 {
     const kvn_ucx_backend *self = (kvn_ucx_backend *)base;
 
     kvn_ucx_wait(self->route.endpoint->worker, is_finished, request, deadline_ns);
-    return poll_request(base, request, report);
+    return outcome(request);
 }
 
 typedef struct giving_up {
@@ -180,7 +177,7 @@ static void give_up(void *context)
         it->request->why = it->why; /* no more operations are posted for it */
 }
 
-static int abort_request(kvn_backend *base, kvn_request *request, int why, kvn_report *report)
+static int abort_request(kvn_backend *base, kvn_request *request, int why)
 {
     const kvn_ucx_backend *self = (kvn_ucx_backend *)base;
     kvn_ucx_worker *worker = self->route.endpoint->worker;
@@ -196,7 +193,7 @@ static int abort_request(kvn_backend *base, kvn_request *request, int why, kvn_r
             kvn_ucx_wait(worker, is_finished, request, KVN_FOREVER);
         }
     }
-    return poll_request(base, request, report);
+    return outcome(request);
 }
 
 static void release(kvn_backend *base, kvn_request *request)

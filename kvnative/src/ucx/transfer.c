@@ -305,7 +305,7 @@ static void advance(kvn_request *request)
 
 static void fill_report(kvn_request *request)
 {
-    kvn_report *report = &request->report;
+    kvn_report *report = request->report;
 
     kvn_report_begin(report);
     report->status = KVN_OK;
@@ -333,7 +333,7 @@ static void finish(kvn_request *request)
         atomic_store_explicit(&worker->tickets[request->ticket - 1], 0, memory_order_release);
     fill_report(request);
     if (request->batch.end)
-        request->batch.end->call(request->batch.end, request->report.status);
+        request->batch.end->call(request->batch.end, request->report->status);
     atomic_store(&request->finished, true);
     kvn_ucx_notify(worker);
 }

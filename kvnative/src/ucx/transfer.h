@@ -96,7 +96,7 @@ struct kvn_request {
     /* for all threads */
     atomic_uint_fast64_t moved;
     atomic_bool finished; /* set last: from then on the waiter may free the request */
-    kvn_report report;
+    kvn_report *report;   /* written before that */
 };
 
 /* Begins the request `context`. Call it with the progress lock. */

@@ -19,7 +19,8 @@ typedef struct fail_at {
 typedef struct fault_request {
     kvn_batch_end end;    /* first: the inner backend passes its address back */
     kvn_batch_end *outer; /* of the batch; NULL: none */
-    int status;           /* of the batch, if the descriptors before the fault are moved */
+    const fail_at *self;
+    kvn_report *report;
     kvn_request *inner; /* NULL: no descriptor precedes the fault */
     uint64_t fault;     /* index in the batch; its count if the fault is not in it */
     uint64_t count;
@@ -34,11 +35,33 @@ static int refuse(const fail_at *self, uint64_t fault, uint64_t count, kvn_repor
     return self->status;
 }
 
+/* Adds the fault to the report of the descriptors before it. */
+static void add_fault(const fault_request *request)
+{
+    const fail_at *self = request->self;
+    kvn_report *report = request->report;
+
+    kvn_report_add_span(report, request->fault, request->count);
+    kvn_report_merge_spans(report);
+    if (report->status != KVN_OK)
+        return;
+    report->status = self->status;
+    report->code = self->code;
+    report->failed = request->fault;
+    snprintf(report->message, sizeof report->message,
+             "descriptor %" PRIu64 " was made to fail with status %d, code %d",
+             self->descriptor, self->status, self->code);
+}
+
 static void fault_end(kvn_batch_end *end, int status)
 {
     fault_request *request = (fault_request *)end;
 
-    request->outer->call(request->outer, status == KVN_OK ? request->status : status);
+    (void)status;
+    if (request->fault < request->count)
+        add_fault(request);
+    if (request->outer)
+        request->outer->call(request->outer, request->report->status);
 }
 
 static int fault_submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out,
@@ -59,10 +82,11 @@ static int fault_submit(kvn_backend *base, const kvn_columns *batch, kvn_request
         return kvn_wrapper_no_memory(report, batch->count, sizeof *request);
     request->fault = before.count;
     request->count = batch->count;
-    request->status = request->fault < request->count ? self->status : KVN_OK;
+    request->self = self;
+    request->report = report;
     request->end.call = fault_end;
     request->outer = batch->end;
-    before.end = batch->end ? &request->end : NULL;
+    before.end = &request->end;
     if (before.count > 0 || batch->count == 0) {
         status = kvn_inner(base)->vtable->submit(kvn_inner(base), &before, &request->inner, report);
         if (status != KVN_OK) {
@@ -71,69 +95,41 @@ static int fault_submit(kvn_backend *base, const kvn_columns *batch, kvn_request
             free(request);
             return status;
         }
-    } else if (batch->end) {
-        batch->end->call(batch->end, request->status);
+    } else {
+        kvn_report_begin(report);
+        report->status = KVN_OK;
+        fault_end(&request->end, KVN_OK);
     }
     *out = (kvn_request *)request;
     return KVN_OK;
 }
 
-/* Adds the fault to the report of the descriptors before it. */
-static int with_fault(const fail_at *self, const fault_request *request, kvn_report *report)
-{
-    if (report->status == KVN_PENDING || request->fault == request->count)
-        return report->status;
-    kvn_report_add_span(report, request->fault, request->count);
-    kvn_report_merge_spans(report);
-    if (report->status == KVN_OK) {
-        report->status = self->status;
-        report->code = self->code;
-        report->failed = request->fault;
-        snprintf(report->message, sizeof report->message,
-                 "descriptor %" PRIu64 " was made to fail with status %d, code %d",
-                 self->descriptor, self->status, self->code);
-    }
-    return report->status;
-}
-
-static int nothing_before(kvn_report *report)
-{
-    kvn_report_begin(report);
-    return report->status = KVN_OK;
-}
-
-static int fault_poll(kvn_backend *base, kvn_request *handle, kvn_report *report)
+static int fault_poll(kvn_backend *base, kvn_request *handle, uint64_t *bytes_done)
 {
     fault_request *request = (fault_request *)handle;
 
     if (request->inner)
-        kvn_inner(base)->vtable->poll(kvn_inner(base), request->inner, report);
-    else
-        nothing_before(report);
-    return with_fault((fail_at *)base, request, report);
+        return kvn_inner(base)->vtable->poll(kvn_inner(base), request->inner, bytes_done);
+    *bytes_done = 0;
+    return request->report->status;
 }
 
-static int fault_wait(kvn_backend *base, kvn_request *handle, int64_t deadline_ns,
-                      kvn_report *report)
+static int fault_wait(kvn_backend *base, kvn_request *handle, int64_t deadline_ns)
 {
     fault_request *request = (fault_request *)handle;
 
     if (request->inner)
-        kvn_inner(base)->vtable->wait(kvn_inner(base), request->inner, deadline_ns, report);
-    else
-        nothing_before(report);
-    return with_fault((fail_at *)base, request, report);
+        return kvn_inner(base)->vtable->wait(kvn_inner(base), request->inner, deadline_ns);
+    return request->report->status;
 }
 
-static int fault_abort(kvn_backend *base, kvn_request *handle, int why, kvn_report *report)
+static int fault_abort(kvn_backend *base, kvn_request *handle, int why)
 {
     fault_request *request = (fault_request *)handle;
 
     if (request->inner)
-        kvn_inner(base)->vtable->abort(kvn_inner(base), request->inner, why, report);
-    else
-        nothing_before(report);
-    return with_fault((fail_at *)base, request, report);
+        return kvn_inner(base)->vtable->abort(kvn_inner(base), request->inner, why);
+    return request->report->status;
 }
 
 static void fault_release(kvn_backend *base, kvn_request *handle)

@@ -17,27 +17,30 @@ typedef struct hold_request {
     kvn_node node; /* in `held`; in no list: let go */
     kvn_request *inner;
     kvn_batch_end *end;
+    kvn_report *report;
     uint64_t count;
     uint64_t total;
-    int why; /* KVN_OK, or why it was aborted while it was held */
 } hold_request;
 
 /* The caller holds the mutex. */
 static void let_go(hold *self, hold_request *request, int why)
 {
     kvn_backend *inner = kvn_inner(&self->wrapper.base);
-    kvn_report report;
+    kvn_report *report = request->report;
 
     if (!kvn_list_is_in(&request->node))
         return;
     kvn_list_remove(&request->node);
-    request->why = why;
-    if (why == KVN_OK)
-        why = inner->vtable->wait(inner, request->inner, KVN_FOREVER, &report);
-    else
-        inner->vtable->abort(inner, request->inner, why, &report);
+    if (why == KVN_OK) {
+        inner->vtable->wait(inner, request->inner, KVN_FOREVER);
+    } else {
+        inner->vtable->abort(inner, request->inner, why);
+        report->num_unconfirmed = 0;
+        kvn_report_add_span(report, 0, request->count);
+        kvn_report_abandoned(report, why, request->count, request->total);
+    }
     if (request->end)
-        request->end->call(request->end, why);
+        request->end->call(request->end, report->status);
     pthread_cond_broadcast(&self->changed);
 }
 
@@ -51,6 +54,7 @@ static int hold_submit(kvn_backend *base, const kvn_columns *batch, kvn_request 
     *out = NULL;
     if (!request)
         return kvn_wrapper_no_memory(report, batch->count, sizeof *request);
+    request->report = report;
     request->count = batch->count;
     request->end = batch->end;
     kvn_columns_total(batch, &request->total);
@@ -70,24 +74,12 @@ static int hold_submit(kvn_backend *base, const kvn_columns *batch, kvn_request 
 }
 
 /* The caller holds the mutex. */
-static int outcome(const hold *self, const hold_request *request, kvn_report *report)
+static int outcome(const hold_request *request)
 {
-    kvn_backend *inner = kvn_inner(&self->wrapper.base);
-
-    if (kvn_list_is_in(&request->node)) {
-        kvn_report_begin(report);
-        return KVN_PENDING;
-    }
-    inner->vtable->poll(inner, request->inner, report);
-    if (request->why != KVN_OK) {
-        report->num_unconfirmed = 0;
-        kvn_report_add_span(report, 0, request->count);
-        kvn_report_abandoned(report, request->why, request->count, request->total);
-    }
-    return report->status;
+    return kvn_list_is_in(&request->node) ? KVN_PENDING : request->report->status;
 }
 
-static int hold_wait(kvn_backend *base, kvn_request *handle, int64_t deadline_ns, kvn_report *report)
+static int hold_wait(kvn_backend *base, kvn_request *handle, int64_t deadline_ns)
 {
     hold *self = (hold *)base;
     hold_request *request = (hold_request *)handle;
@@ -96,17 +88,18 @@ static int hold_wait(kvn_backend *base, kvn_request *handle, int64_t deadline_ns
     pthread_mutex_lock(&self->mutex);
     while (kvn_list_is_in(&request->node) && kvn_cond_wait(&self->changed, &self->mutex, deadline_ns))
         ;
-    status = outcome(self, request, report);
+    status = outcome(request);
     pthread_mutex_unlock(&self->mutex);
     return status;
 }
 
-static int hold_poll(kvn_backend *base, kvn_request *handle, kvn_report *report)
+static int hold_poll(kvn_backend *base, kvn_request *handle, uint64_t *bytes_done)
 {
-    return hold_wait(base, handle, 0, report);
+    *bytes_done = 0;
+    return hold_wait(base, handle, 0);
 }
 
-static int hold_abort(kvn_backend *base, kvn_request *handle, int why, kvn_report *report)
+static int hold_abort(kvn_backend *base, kvn_request *handle, int why)
 {
     hold *self = (hold *)base;
     hold_request *request = (hold_request *)handle;
@@ -114,7 +107,7 @@ static int hold_abort(kvn_backend *base, kvn_request *handle, int why, kvn_repor
 
     pthread_mutex_lock(&self->mutex);
     let_go(self, request, why);
-    status = outcome(self, request, report);
+    status = outcome(request);
     pthread_mutex_unlock(&self->mutex);
     return status;
 }

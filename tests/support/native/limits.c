@@ -14,7 +14,7 @@
 
 #define SLICE_SECONDS 0.002 /* of the limit; an abort waits at most that long */
 #define MOST_NS 1000000000000000 /* of one slice: eleven days, far from overflow */
-#define TICK_NS 2000000     /* how often a driver inside the inner backend looks for an abort */
+#define TICK_NS 2000000     /* how often a thread in the inner backend looks for an abort */
 
 typedef struct bandwidth {
     kvn_wrapper wrapper;
@@ -25,35 +25,28 @@ typedef struct bandwidth {
     int64_t free_ns; /* end of the slices that are scheduled so far */
 } bandwidth;
 
-/* One thread at a time drives a request (`driven`); it owns all fields but these six. */
+/* All fields but `moved` are its thread's. */
 typedef struct bandwidth_request {
-    kvn_wrapper_end end;
-    pthread_mutex_t mutex;
-    pthread_cond_t changed;
-    bool driven;
-    bool over;   /* settled, and no thread writes the outcome any more */
-    int give_up; /* KVN_OK, or why no slice may begin */
-
-    kvn_columns batch;
+    kvn_wrapper_batch batch; /* the first field */
+    bandwidth *self;
     uint64_t cursor; /* first descriptor that is not moved completely */
     uint64_t skip;   /* moved bytes of that descriptor */
-    _Atomic uint64_t moved; /* other threads read it */
+    _Atomic uint64_t moved;
     uint64_t total;
     kvn_columns slice; /* count 0: none is scheduled */
     uint64_t slice_nbytes;
     uint64_t part[3]; /* dst, src and nbytes of a slice that is part of one descriptor */
     int64_t due_ns;
-    kvn_request *inner;
+    kvn_report of_slice;
     bool settled;
-    kvn_report outcome;
 } bandwidth_request;
 
-/* ---- slices; by the driver ---- */
+/* ---- slices ---- */
 
 /* Takes whole descriptors, or a part of one that is larger than a slice. */
 static void cut_slice(const bandwidth *self, bandwidth_request *request)
 {
-    const kvn_columns *batch = &request->batch;
+    const kvn_columns *batch = &request->batch.columns;
     uint64_t at = request->cursor, end = at, taken = 0;
     uint64_t left = batch->nbytes[at] - request->skip;
 
@@ -69,12 +62,14 @@ static void cut_slice(const bandwidth *self, bandwidth_request *request)
                batch->nbytes[end] <= self->slice_nbytes - taken)
             taken += batch->nbytes[end++];
         request->slice = kvn_columns_slice(batch, at, end);
+        request->slice.end = NULL;
     }
     request->slice_nbytes = taken;
 }
 
-static void schedule_slice(bandwidth *self, bandwidth_request *request)
+static void schedule_slice(bandwidth_request *request)
 {
+    bandwidth *self = request->self;
     int64_t now = kvn_now_ns();
     double nanoseconds;
 
@@ -96,12 +91,13 @@ static bool is_part(const bandwidth_request *request)
     return request->slice.dst == &request->part[0];
 }
 
-static void settle(bandwidth_request *request, const kvn_report *slice)
+/* Makes the report of the batch from that of the last slice. */
+static void settle(bandwidth_request *request)
 {
-    kvn_report *outcome = &request->outcome;
-    uint64_t end = request->cursor + request->slice.count;
+    const uint64_t count = request->batch.columns.count, end = request->cursor + request->slice.count;
+    kvn_report *outcome = request->batch.report, *slice = &request->of_slice;
 
-    kvn_report_copy(outcome, slice);
+    *outcome = *slice;
     outcome->bytes_done = request->moved;
     for (uint32_t i = 0; i < outcome->num_unconfirmed; i++) {
         outcome->unconfirmed[i].first += request->cursor;
@@ -110,22 +106,19 @@ static void settle(bandwidth_request *request, const kvn_report *slice)
     if (outcome->failed != KVN_NO_DESCRIPTOR)
         outcome->failed += request->cursor;
     if (outcome->status != KVN_OK)
-        kvn_report_add_span(outcome, end, request->batch.count);
+        kvn_report_add_span(outcome, end, count);
     kvn_report_merge_spans(outcome);
-    if (outcome->failed == KVN_NO_DESCRIPTOR &&
-        kvn_is_given_up(outcome->status))
-        kvn_report_abandoned(outcome, outcome->status, request->batch.count, request->total);
+    if (outcome->failed == KVN_NO_DESCRIPTOR && kvn_is_given_up(outcome->status))
+        kvn_report_abandoned(outcome, outcome->status, count, request->total);
     request->settled = true;
 }
 
 static void settle_between(bandwidth_request *request, int status)
 {
-    kvn_report nothing;
-
-    kvn_report_begin(&nothing);
-    nothing.status = status;
+    kvn_report_begin(&request->of_slice);
+    request->of_slice.status = status;
     request->slice.count = 0;
-    settle(request, &nothing);
+    settle(request);
 }
 
 /* Begins the next slice behind one that is moved. */
@@ -133,7 +126,7 @@ static void advance(bandwidth_request *request)
 {
     if (is_part(request)) {
         request->skip += request->slice_nbytes;
-        if (request->skip == request->batch.nbytes[request->cursor]) {
+        if (request->skip == request->batch.columns.nbytes[request->cursor]) {
             request->skip = 0;
             request->cursor++;
         }
@@ -141,125 +134,50 @@ static void advance(bandwidth_request *request)
         request->cursor += request->slice.count;
     }
     request->slice.count = 0;
-    if (request->cursor == request->batch.count)
+    if (request->cursor == request->batch.columns.count)
         settle_between(request, KVN_OK);
 }
 
-static void absorb(kvn_backend *inner, bandwidth_request *request, const kvn_report *slice)
+/* Moves a slice that is due, and stops it if the batch is aborted. */
+static void move_slice(bandwidth_request *request)
 {
-    if (request->inner)
-        inner->vtable->release(inner, request->inner);
-    request->inner = NULL;
-    request->moved += slice->bytes_done;
-    if (slice->status == KVN_OK)
+    kvn_backend *inner = request->self->wrapper.inner;
+    kvn_request *moving;
+    int why = KVN_OK;
+
+    if (inner->vtable->submit(inner, &request->slice, &moving, &request->of_slice) == KVN_OK) {
+        while (why == KVN_OK && inner->vtable->wait(inner, moving, kvn_now_ns() + TICK_NS) == KVN_PENDING)
+            why = kvn_wrapper_batch_sleep(&request->batch, 0);
+        if (why != KVN_OK)
+            inner->vtable->abort(inner, moving, why);
+        inner->vtable->release(inner, moving);
+    }
+    request->moved += request->of_slice.bytes_done;
+    if (request->of_slice.status == KVN_OK)
         advance(request);
     else
-        settle(request, slice);
+        settle(request);
 }
 
-/* ---- driving ---- */
-
-/* Returns the reason to stop, or KVN_OK at `until_ns`. */
-static int sleep_or_give_up(bandwidth_request *request, int64_t until_ns)
+static void move_all(kvn_wrapper_batch *batch)
 {
-    int why;
+    bandwidth_request *request = (bandwidth_request *)batch;
 
-    pthread_mutex_lock(&request->mutex);
-    while (request->give_up == KVN_OK && kvn_now_ns() < until_ns)
-        kvn_cond_wait(&request->changed, &request->mutex, until_ns);
-    why = request->give_up;
-    pthread_mutex_unlock(&request->mutex);
-    return why;
-}
-
-static void stop(kvn_backend *inner, bandwidth_request *request, int why)
-{
-    kvn_report slice;
-
-    if (request->inner) {
-        inner->vtable->abort(inner, request->inner, why, &slice);
-        absorb(inner, request, &slice);
-    }
-    if (!request->settled)
-        settle_between(request, why);
-}
-
-/* Moves slices that are due until all are settled or the deadline has passed. */
-static void drive(bandwidth *self, bandwidth_request *request, int64_t deadline_ns)
-{
-    kvn_backend *inner = self->wrapper.inner;
-    kvn_report slice;
-
+    if (batch->columns.count == 0)
+        settle_between(request, KVN_OK);
     while (!request->settled) {
-        int64_t now, until;
         int why;
 
-        if (request->slice.count == 0)
-            schedule_slice(self, request);
-        until = request->due_ns < deadline_ns ? request->due_ns : deadline_ns;
-        why = sleep_or_give_up(request, until);
-        if (why != KVN_OK) {
-            stop(inner, request, why);
-            return;
-        }
-        now = kvn_now_ns();
-        if (now < request->due_ns)
-            return; /* the deadline came first */
-        if (!request->inner &&
-            inner->vtable->submit(inner, &request->slice, &request->inner, &slice) != KVN_OK) {
-            absorb(inner, request, &slice);
-            return;
-        }
-        until = now + TICK_NS < deadline_ns ? now + TICK_NS : deadline_ns;
-        if (inner->vtable->wait(inner, request->inner, until, &slice) != KVN_PENDING)
-            absorb(inner, request, &slice);
-        else if (now >= deadline_ns)
-            return;
+        schedule_slice(request);
+        why = kvn_wrapper_batch_sleep(batch, request->due_ns);
+        if (why != KVN_OK)
+            settle_between(request, why);
+        else
+            move_slice(request);
     }
-}
-
-/* Drives, or waits for the thread that does. */
-static int drive_until(bandwidth *self, bandwidth_request *request, int64_t deadline_ns,
-                       kvn_report *report)
-{
-    int64_t now = kvn_now_ns();
-
-    pthread_mutex_lock(&request->mutex);
-    while (request->driven && !request->over && now < deadline_ns) {
-        kvn_cond_wait(&request->changed, &request->mutex, deadline_ns);
-        now = kvn_now_ns();
-    }
-    if (request->over) {
-        kvn_report_copy(report, &request->outcome);
-        pthread_mutex_unlock(&request->mutex);
-        return report->status;
-    }
-    if (request->driven) {
-        kvn_report_begin(report);
-        report->bytes_done = request->moved;
-        pthread_mutex_unlock(&request->mutex);
-        return KVN_PENDING;
-    }
-    request->driven = true;
-    pthread_mutex_unlock(&request->mutex);
-    drive(self, request, deadline_ns);
-    if (request->settled) {
-        kvn_report_copy(report, &request->outcome);
-    } else {
-        kvn_report_begin(report);
-        report->bytes_done = request->moved;
-    }
-    pthread_mutex_lock(&request->mutex);
-    request->driven = false;
-    request->over = request->settled;
-    pthread_cond_broadcast(&request->changed);
-    pthread_mutex_unlock(&request->mutex);
-    return report->status;
 }
 
 /* ---- the vtable ---- */
-
-static void bandwidth_release(kvn_backend *base, kvn_request *handle);
 
 static int bandwidth_submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out,
                             kvn_report *report)
@@ -269,53 +187,46 @@ static int bandwidth_submit(kvn_backend *base, const kvn_columns *batch, kvn_req
     *out = NULL;
     if (!request)
         return kvn_wrapper_no_memory(report, batch->count, sizeof *request);
-    pthread_mutex_init(&request->mutex, NULL);
-    kvn_cond_init(&request->changed);
-    request->batch = *batch;
-    request->batch.end = NULL;
+    request->batch.run = move_all;
+    request->self = (bandwidth *)base;
     kvn_columns_total(batch, &request->total);
-    if (batch->count == 0)
-        settle_between(request, KVN_OK);
+    if (kvn_wrapper_batch_begin(&request->batch, batch, report) != 0) {
+        free(request);
+        return kvn_wrapper_no_memory(report, batch->count, sizeof *request);
+    }
     *out = (kvn_request *)request;
-    if (kvn_wrapper_end_begin(&request->end, base, *out, batch->end) == 0)
-        return KVN_OK;
-    bandwidth_release(base, *out);
-    *out = NULL;
-    return kvn_wrapper_no_memory(report, batch->count, sizeof *request);
+    return KVN_OK;
 }
 
-static int bandwidth_poll(kvn_backend *base, kvn_request *handle, kvn_report *report)
-{
-    return drive_until((bandwidth *)base, (bandwidth_request *)handle, 0, report);
-}
-
-static int bandwidth_wait(kvn_backend *base, kvn_request *handle, int64_t deadline_ns,
-                          kvn_report *report)
-{
-    return drive_until((bandwidth *)base, (bandwidth_request *)handle, deadline_ns, report);
-}
-
-static int bandwidth_abort(kvn_backend *base, kvn_request *handle, int why, kvn_report *report)
-{
-    bandwidth_request *request = (bandwidth_request *)handle;
-
-    pthread_mutex_lock(&request->mutex);
-    if (request->give_up == KVN_OK)
-        request->give_up = why;
-    pthread_cond_broadcast(&request->changed);
-    pthread_mutex_unlock(&request->mutex);
-    return drive_until((bandwidth *)base, request, KVN_FOREVER, report);
-}
-
-static void bandwidth_release(kvn_backend *base, kvn_request *handle)
+static int bandwidth_poll(kvn_backend *base, kvn_request *handle, uint64_t *bytes_done)
 {
     bandwidth_request *request = (bandwidth_request *)handle;
 
     (void)base;
-    kvn_wrapper_end_join(&request->end);
-    pthread_cond_destroy(&request->changed);
-    pthread_mutex_destroy(&request->mutex);
-    free(request);
+    *bytes_done = request->moved;
+    return kvn_wrapper_batch_wait(&request->batch, 0);
+}
+
+static int bandwidth_wait(kvn_backend *base, kvn_request *handle, int64_t deadline_ns)
+{
+    (void)base;
+    return kvn_wrapper_batch_wait(&((bandwidth_request *)handle)->batch, deadline_ns);
+}
+
+static int bandwidth_abort(kvn_backend *base, kvn_request *handle, int why)
+{
+    bandwidth_request *request = (bandwidth_request *)handle;
+
+    (void)base;
+    kvn_wrapper_batch_stop(&request->batch, why);
+    return kvn_wrapper_batch_wait(&request->batch, KVN_FOREVER);
+}
+
+static void bandwidth_release(kvn_backend *base, kvn_request *handle)
+{
+    (void)base;
+    kvn_wrapper_batch_end(&((bandwidth_request *)handle)->batch);
+    free(handle);
 }
 
 static void bandwidth_destroy(kvn_backend *base)

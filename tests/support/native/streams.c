@@ -1,7 +1,7 @@
 /* streams: a backend that pretends that a stream can wait for its requests, or reports why not. */
 #include <stdatomic.h>
 
-#include "core/report.h"
+#include "core/failure.h"
 #include "wrappers.h"
 
 typedef struct streams {
@@ -15,36 +15,35 @@ static int streams_submit(kvn_backend *base, const kvn_columns *batch, kvn_reque
     return kvn_inner(base)->vtable->submit(kvn_inner(base), batch, out, report);
 }
 
-static int streams_poll(kvn_backend *base, kvn_request *request, kvn_report *report)
+static int streams_poll(kvn_backend *base, kvn_request *request, uint64_t *bytes_done)
 {
-    return kvn_inner(base)->vtable->poll(kvn_inner(base), request, report);
+    return kvn_inner(base)->vtable->poll(kvn_inner(base), request, bytes_done);
 }
 
-static int streams_wait(kvn_backend *base, kvn_request *request, int64_t deadline_ns, kvn_report *report)
+static int streams_wait(kvn_backend *base, kvn_request *request, int64_t deadline_ns)
 {
-    return kvn_inner(base)->vtable->wait(kvn_inner(base), request, deadline_ns, report);
+    return kvn_inner(base)->vtable->wait(kvn_inner(base), request, deadline_ns);
 }
 
-static int streams_abort(kvn_backend *base, kvn_request *request, int why, kvn_report *report)
+static int streams_abort(kvn_backend *base, kvn_request *request, int why)
 {
-    return kvn_inner(base)->vtable->abort(kvn_inner(base), request, why, report);
+    return kvn_inner(base)->vtable->abort(kvn_inner(base), request, why);
 }
 
 static int streams_block_stream(kvn_backend *base, kvn_request *request, void *stream, int64_t deadline_ns,
-                                kvn_report *report)
+                                kvn_failure *why)
 {
     streams *self = (streams *)base;
     const int pending = atomic_load(&self->pending);
-    kvn_report outcome;
 
     if (pending < 0)
-        return streams_wait(base, request, deadline_ns, &outcome) == KVN_PENDING ? KVN_PENDING : KVN_OK;
+        return streams_wait(base, request, deadline_ns) == KVN_PENDING ? KVN_PENDING : KVN_OK;
     if (pending > 0) {
         atomic_store(&self->pending, pending - 1);
         return KVN_PENDING;
     }
     return self->status == KVN_OK ? KVN_OK
-                                  : kvn_report_refuse(report, 0, self->status, 7, "no stream %p", stream);
+                                  : kvn_fail(why, self->status, 7, "no stream %p", stream);
 }
 
 static void streams_release(kvn_backend *base, kvn_request *request)

@@ -53,21 +53,20 @@ static int swap_submit(kvn_backend *base, const kvn_columns *batch, kvn_request 
     return status;
 }
 
-static int swap_poll(kvn_backend *base, kvn_request *handle, kvn_report *report)
+static int swap_poll(kvn_backend *base, kvn_request *handle, uint64_t *bytes_done)
 {
-    return kvn_inner(base)->vtable->poll(kvn_inner(base), ((swap_request *)handle)->inner, report);
+    return kvn_inner(base)->vtable->poll(kvn_inner(base), ((swap_request *)handle)->inner, bytes_done);
 }
 
-static int swap_wait(kvn_backend *base, kvn_request *handle, int64_t deadline_ns, kvn_report *report)
+static int swap_wait(kvn_backend *base, kvn_request *handle, int64_t deadline_ns)
 {
     return kvn_inner(base)->vtable->wait(kvn_inner(base), ((swap_request *)handle)->inner,
-                                         deadline_ns, report);
+                                         deadline_ns);
 }
 
-static int swap_abort(kvn_backend *base, kvn_request *handle, int why, kvn_report *report)
+static int swap_abort(kvn_backend *base, kvn_request *handle, int why)
 {
-    return kvn_inner(base)->vtable->abort(kvn_inner(base), ((swap_request *)handle)->inner, why,
-                                          report);
+    return kvn_inner(base)->vtable->abort(kvn_inner(base), ((swap_request *)handle)->inner, why);
 }
 
 static void swap_release(kvn_backend *base, kvn_request *handle)

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "core/columns.h"
+#include "core/failure.h"
 #include "core/report.h"
 #include "core/thread.h"
 #include "wrappers.h"
@@ -65,40 +66,39 @@ static int trace_submit(kvn_backend *base, const kvn_columns *batch, kvn_request
     return status;
 }
 
-static int trace_poll(kvn_backend *base, kvn_request *handle, kvn_report *report)
+static int trace_poll(kvn_backend *base, kvn_request *handle, uint64_t *bytes_done)
 {
     trace_request *request = (trace_request *)handle;
-    int status = kvn_inner(base)->vtable->poll(kvn_inner(base), request->inner, report);
+    int status = kvn_inner(base)->vtable->poll(kvn_inner(base), request->inner, bytes_done);
 
     write_line((trace *)base, "poll", request, status);
     return status;
 }
 
-static int trace_wait(kvn_backend *base, kvn_request *handle, int64_t deadline_ns,
-                      kvn_report *report)
+static int trace_wait(kvn_backend *base, kvn_request *handle, int64_t deadline_ns)
 {
     trace_request *request = (trace_request *)handle;
     int status =
-        kvn_inner(base)->vtable->wait(kvn_inner(base), request->inner, deadline_ns, report);
+        kvn_inner(base)->vtable->wait(kvn_inner(base), request->inner, deadline_ns);
 
     write_line((trace *)base, "wait", request, status);
     return status;
 }
 
-static int trace_abort(kvn_backend *base, kvn_request *handle, int why, kvn_report *report)
+static int trace_abort(kvn_backend *base, kvn_request *handle, int why)
 {
     trace_request *request = (trace_request *)handle;
-    int status = kvn_inner(base)->vtable->abort(kvn_inner(base), request->inner, why, report);
+    int status = kvn_inner(base)->vtable->abort(kvn_inner(base), request->inner, why);
 
     write_line((trace *)base, "abort", request, status);
     return status;
 }
 
 static int trace_block_stream(kvn_backend *base, kvn_request *handle, void *stream, int64_t deadline_ns,
-                              kvn_report *report)
+                              kvn_failure *why)
 {
     trace_request *request = (trace_request *)handle;
-    int status = kvn_inner(base)->vtable->block_stream(kvn_inner(base), request->inner, stream, deadline_ns, report);
+    int status = kvn_inner(base)->vtable->block_stream(kvn_inner(base), request->inner, stream, deadline_ns, why);
 
     write_line((trace *)base, "block_stream", request, status);
     return status;

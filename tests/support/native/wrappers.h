@@ -67,19 +67,26 @@ static inline void *kvn_wrapper_alloc(size_t nbytes, const kvn_backend_vtable *v
     }
     return self;
 }
-/* Reports the end of a batch whose outcome differs from the inner backend's, or comes later. A thread waits for the
- * end. */
-typedef struct kvn_wrapper_end {
-    kvn_backend *backend; /* NULL: no end is reported */
-    kvn_request *request;
-    kvn_batch_end *end;
+/* A batch whose outcome differs from the inner backend's, or comes later. A thread of its own makes the outcome. */
+typedef struct kvn_wrapper_batch {
+    void (*run)(struct kvn_wrapper_batch *self); /* returns when the report is complete */
+    kvn_columns columns;
+    kvn_report *report;
     pthread_t thread;
-} kvn_wrapper_end;
+    pthread_mutex_t mutex; /* guards the fields below */
+    pthread_cond_t changed;
+    bool is_over;
+    int why; /* KVN_OK, or why it was aborted */
+} kvn_wrapper_batch;
 
-/* Starts the thread, unless `end` is NULL. Returns 0 or an errno. */
-int kvn_wrapper_end_begin(kvn_wrapper_end *self, kvn_backend *backend, kvn_request *request, kvn_batch_end *end);
-/* Joins the thread. Call this before the request is released. */
-void kvn_wrapper_end_join(const kvn_wrapper_end *self);
+/* Starts the thread. The batch is zeroed except for `run`. Returns 0 or an errno. */
+int kvn_wrapper_batch_begin(kvn_wrapper_batch *self, const kvn_columns *columns, kvn_report *report);
+/* Sleeps until `until_ns`, or until the batch is aborted. Returns why, or KVN_OK. */
+int kvn_wrapper_batch_sleep(kvn_wrapper_batch *self, int64_t until_ns);
+/* For calls of the vtable. */
+int kvn_wrapper_batch_wait(kvn_wrapper_batch *self, int64_t deadline_ns);
+void kvn_wrapper_batch_stop(kvn_wrapper_batch *self, int why);
+void kvn_wrapper_batch_end(kvn_wrapper_batch *self);
 static inline void kvn_wrapper_destroy(kvn_backend *self) { free(self); }
 /* Refuses a batch for lack of memory. */
 static inline int kvn_wrapper_no_memory(kvn_report *report, uint64_t count, size_t nbytes)

@@ -150,20 +150,20 @@ static void submit(transfer *it, bool waits)
 
 static int wait_for(transfer *it, int64_t deadline_ns)
 {
-    return it->backend->vtable->wait(it->backend, it->request, deadline_ns, &it->report);
+    return it->backend->vtable->wait(it->backend, it->request, deadline_ns);
 }
 
 /* Checks that a transfer has one outcome, which was reported once before, and that all its bytes have arrived if it
  * has succeeded. */
 static void check_outcome(transfer *it)
 {
-    kvn_report again;
+    uint64_t bytes_done;
 
     MODEL_CHECK(it->report.status != KVN_PENDING);
     MODEL_CHECK(it->num_ends == 1 && it->end_status == it->report.status);
     model_note((unsigned)-it->report.status);
-    MODEL_CHECK(it->backend->vtable->poll(it->backend, it->request, &again) == it->report.status);
-    MODEL_CHECK(again.bytes_done == it->report.bytes_done);
+    MODEL_CHECK(it->backend->vtable->poll(it->backend, it->request, &bytes_done) == it->report.status);
+    MODEL_CHECK(bytes_done == it->report.bytes_done);
     if (it->report.status != KVN_OK)
         return;
     MODEL_CHECK(it->report.bytes_done == NEAR_NBYTES);
@@ -187,8 +187,10 @@ static bool is_finished(void *of)
 /* Only the service's thread drives the transfer. */
 static void await_outcome(transfer *it)
 {
+    uint64_t bytes_done;
+
     model_await(is_finished, it);
-    it->backend->vtable->poll(it->backend, it->request, &it->report);
+    it->backend->vtable->poll(it->backend, it->request, &bytes_done);
 }
 
 static void *wait_without_end(void *of)
@@ -345,7 +347,7 @@ static void wait_for_one_of_two(void)
 /* False: the connection has ended, as by a push that the peer does not take in time. */
 static bool give_up(transfer *it)
 {
-    const int status = it->backend->vtable->abort(it->backend, it->request, KVN_CANCELLED, &it->report);
+    const int status = it->backend->vtable->abort(it->backend, it->request, KVN_CANCELLED);
     kvn_failure why;
 
     system_forbid(it->near, sizeof it->near, "the transfer was given up");
