@@ -155,6 +155,11 @@ class OptionRows:
         "Device memory to stage memory that HCCL cannot register, 16 KiB at least; 0: none, and "
         "such transfers are refused.",
         unit="bytes", over=("hccl",))
+    hixl_address: str = option(
+        "", kinds.SOURCE,
+        "Address of this host at which HIXL listens for peers, which it does not authenticate; "
+        "needed with `llm.LocalCommRes` of version 1.3.",
+        over=("hccl",), see="../how-to/ascend.md")
     transport: str = option(
         "auto", Kind(kinds.TEXT.check, values="`auto`, `hccl`, `local`, `ucx`, `tcp`"),
         "Transport to peers. `auto`: the first that works at both ends; `kvplan info` shows "

@@ -1,0 +1,112 @@
+"""HIXL's client/server mode between two processes, on the simulated library of CANN 9.1."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.ascend.hccl_side import BLOCK, BLOCKS, TENSORS, moved
+from tests.ascend.simulator import ELSEWHERE, Log
+from tests.support.peer import Peer, Remote, RemoteError
+
+SHAPE = TENSORS, BLOCKS, BLOCK
+
+
+class SidePeer(Peer):
+    """The process of a `HixlSide`."""
+
+    module = "tests.ascend.hixl_side"
+
+
+class Pair:
+    """Two linked processes, with a 950 each."""
+
+    def __init__(self, folder: Path) -> None:
+        environment = os.environ | {
+            "KVSIM_DIR": str(folder),
+            "KVSIM_LOG": str(folder / "log"),
+            "KVSIM_SOC": "Ascend950PR_9599",
+        }
+        environment.pop(ELSEWHERE, None)
+        self.log = Log(folder / "log")
+        self.both = [
+            Remote(SidePeer(str(device), environment=environment), "side") for device in range(2)
+        ]
+        self.one, self.two = self.both
+
+    def link(self) -> list[str]:
+        metadata = [side.metadata() for side in self.both]
+        for side, theirs in zip(self.both, reversed(metadata), strict=True):
+            side.send("connect", theirs)
+        return [side.result() for side in self.both]
+
+    def move(self, direction: str) -> None:
+        self.one.move(direction, *self.two.addresses())
+
+    def close(self) -> list[dict[str, int]]:
+        return [side.close() for side in self.both]
+
+    def finish(self) -> None:
+        for side in self.both:
+            side.peer.finish()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path)
+    yield pair
+    pair.finish()
+    assert pair.log.calls("violation") == []
+
+
+def content(side: Remote) -> np.ndarray:
+    return np.frombuffer(side.bytes(), np.uint8).reshape(SHAPE)
+
+
+def filled(side: Remote, seed: int) -> np.ndarray:
+    return np.frombuffer(side.fill(seed), np.uint8).reshape(SHAPE)
+
+
+def test_both_directions_and_through_staging(pair: Pair) -> None:
+    ours, theirs = filled(pair.one, 1), filled(pair.two, 2)
+    assert pair.link() == ["one-sided over ub_ctp, by HIXL"] * 2
+    assert pair.one.facts() == {
+        "path": pair.one.facts()["path"],
+        "generation": "client_server",
+        "reaches": ["device"],
+    }
+    pair.move("pull")
+    assert (content(pair.one) == moved(theirs, ours)).all()
+    ours = content(pair.one)
+    pair.move("push")
+    assert (content(pair.two) == moved(ours, theirs)).all()
+    theirs = content(pair.two)
+    pair.move("pull to the host")
+    assert (content(pair.one) == moved(theirs, np.zeros_like(theirs))).all()
+    assert not pair.log.calls("HcclCommInitClusterInfoMemConfig")
+    assert pair.close() == [{}, {}]
+
+
+def test_memory_stays_registered_until_no_client_is_left(pair: Pair) -> None:
+    pair.link()
+    pair.move("pull")
+    addresses = pair.two.addresses()
+    pair.two.deregister()
+    with pytest.raises(RemoteError, match="the peer has deregistered the memory meanwhile"):
+        pair.one.move("pull", *addresses)
+    assert not pair.log.calls("HixlCSServerUnregMem")
+    assert pair.close() == [{}, {}]
+    assert pair.log.calls("HixlCSServerUnregMem")
+
+
+@pytest.mark.parametrize("fault", ["sync:1", "503900", "103901"])
+def test_a_failed_batch(pair: Pair, fault: str) -> None:
+    pair.link()
+    pair.one.fault(f"HixlCSClientBatchGetAsync:1={fault}")
+    with pytest.raises(RemoteError, match="HIXL refuses further batches of this client"):
+        pair.move("pull")
+    assert pair.close() == [{}, {}]
