@@ -1,4 +1,4 @@
-"""llm.LocalCommRes of version 1.3, and a process with one side of links over HIXL."""
+"""llm.LocalCommRes of version 1.3, and a process with one side or engine that links over HIXL."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ from typing import Any
 
 import numpy as np
 
+import kvplan
+from kvplan import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    ClusterInfo,
+    DataType,
+    LlmDataDist,
+    LLMException,
+    LlmRole,
+    Options,
+    Rows,
+    Transfer,
+)
 from kvplan.transport.hccl.link import HcclLink
 from tests.ascend.hccl_side import DESC, PULL, PUSH, TENSORS, Side
 from tests.ascend.simulator import controls, found
@@ -16,6 +30,8 @@ __all__ = ["ADDRESS", "names", "resources"]
 
 ADDRESS = "127.0.0.1"
 VARIANT = "9.1"
+BLOCKS = CacheDesc(2, (40, 16), DataType.DT_INT32)
+MINE, THEIRS = [3, 4, 9], [0, 7, 8]
 
 
 def resources(device_id: int, protocol: str = "ub_ctp", **changes: Any) -> str:
@@ -63,8 +79,6 @@ class HixlSide:
         return self.side.addresses, self.side.transport.metadata([self.side.registration])
 
     def move(self, direction: str, addresses: list[int], metadata: bytes) -> None:
-        import kvplan
-
         size = self.side.buffer.nbytes // TENSORS
         remote = self.link.memory(addresses, size, writable=True, metadata=metadata)
         if direction == "pull":
@@ -91,5 +105,77 @@ class HixlSide:
         return self.controls.left()
 
 
-def names(device_id: str) -> dict[str, Any]:
-    return {"side": HixlSide(int(device_id))}
+class HixlEngine:
+    """An engine of cluster `device_id`, with caches whose keys are 1, 2 and so on."""
+
+    def __init__(self, device_id: int) -> None:
+        self._found = found(VARIANT)
+        self._found.__enter__()
+        self.controls = controls(VARIANT)
+        self.device_id = device_id
+        self.caches: list[Cache] = []
+
+    def start(self) -> str:
+        """Start the engine, and return where it listens."""
+        self.engine = LlmDataDist(self.device_id, LlmRole.MIX)
+        self.engine.initialize(
+            Options(
+                listen_ip_info="127.0.0.1:0",
+                device_id=self.device_id,
+                transport="hccl",
+                local_comm_res=resources(self.device_id),
+                hixl_address=ADDRESS,
+            )
+        )
+        return self.engine.listen_address
+
+    def link(self, peer: int, address: str) -> None:
+        self.engine.link_clusters([ClusterInfo(peer, address)], timeout_ms=10000).raise_for_status()
+
+    def allocate(self, value: int) -> None:
+        """Make another cache, full of that."""
+        key = BlocksCacheKey(1, len(self.caches) + 1)
+        self.caches.append(self.engine.allocate_blocks_cache(BLOCKS, key))
+        self.fill(len(self.caches), value)
+
+    def fill(self, number: int, value: int) -> None:
+        content = [np.full(BLOCKS.shape, value, np.int32) for _ in range(BLOCKS.num_tensors)]
+        self.engine.write_cache(self.caches[number - 1], content)
+
+    def deallocate(self, number: int) -> None:
+        self.engine.deallocate_cache(self.caches[number - 1])
+
+    def values(self, number: int) -> list[int]:
+        """The values of the blocks MINE and those beside them, each once."""
+        arrays = self.engine.arrays(self.caches[number - 1], copy=True)
+        return sorted({int(value) for array in arrays for value in np.unique(array[MINE])})
+
+    def pull(self, peer: int, theirs: int, own: int, timeout_ms: float = 10000) -> str:
+        return self._run(Rows(BlocksCacheKey(peer, theirs), THEIRS), own, timeout_ms, is_pull=True)
+
+    def push(self, peer: int, theirs: int, own: int, timeout_ms: float = 10000) -> str:
+        rows = Rows(BlocksCacheKey(peer, theirs), MINE)
+        return self._run(rows, own, timeout_ms, is_pull=False)
+
+    def _run(self, remote: Rows, own: int, timeout_ms: float, *, is_pull: bool) -> str:
+        local = Rows(self.caches[own - 1], MINE)
+        sides = (remote, local) if is_pull else (local, remote)
+        try:
+            self.engine.run(Transfer(*sides), timeout_ms=timeout_ms)
+        except LLMException as error:
+            return error.status_code.name
+        return "LLM_SUCCESS"
+
+    def fault(self, specification: str) -> None:
+        self.controls.add_fault(specification)
+
+    def close(self) -> dict[str, int]:
+        self.engine.finalize()
+        self.caches.clear()
+        del self.engine
+        gc.collect()
+        return self.controls.left()
+
+
+def names(kind: str, device_id: str) -> dict[str, Any]:
+    return {"side": (HixlSide if kind == "side" else HixlEngine)(int(device_id))}

@@ -23,9 +23,9 @@ class SidePeer(Peer):
 
 
 class Pair:
-    """Two linked processes, with a 950 each."""
+    """Two processes, with a 950 each."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: str) -> None:
         environment = os.environ | {
             "KVSIM_DIR": str(folder),
             "KVSIM_LOG": str(folder / "log"),
@@ -34,13 +34,14 @@ class Pair:
         environment.pop(ELSEWHERE, None)
         self.log = Log(folder / "log")
         self.both = [
-            Remote(SidePeer(str(device), environment=environment), "side") for device in range(2)
+            Remote(SidePeer(kind, str(device), environment=environment), "side")
+            for device in range(2)
         ]
         self.one, self.two = self.both
 
     def link(self) -> list[str]:
         metadata = [side.metadata() for side in self.both]
-        for side, theirs in zip(self.both, reversed(metadata), strict=True):
+        for side, theirs in zip(self.both, metadata[::-1], strict=True):
             side.send("connect", theirs)
         return [side.result() for side in self.both]
 
@@ -57,9 +58,23 @@ class Pair:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
-    pair = Pair(tmp_path)
+    """Two transports."""
+    pair = Pair(tmp_path, "side")
     yield pair
     pair.finish()
+    assert pair.log.calls("violation") == []
+
+
+@pytest.fixture
+def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    """Two linked engines, with a cache each: 10 at the first, 20 at the second."""
+    pair = Pair(tmp_path, "engine")
+    request.addfinalizer(pair.finish)
+    addresses = [side.start() for side in pair.both]
+    for value, side in zip((10, 20), pair.both, strict=True):
+        side.allocate(value)
+    pair.one.link(1, addresses[1])
+    yield pair
     assert pair.log.calls("violation") == []
 
 
@@ -110,3 +125,55 @@ def test_a_failed_batch(pair: Pair, fault: str) -> None:
     with pytest.raises(RemoteError, match="HIXL refuses further batches of this client"):
         pair.move("pull")
     assert pair.close() == [{}, {}]
+
+
+def test_engines_pull_and_push_from_both_ends(engines: Pair) -> None:
+    one, two = engines.both
+    assert one.pull(1, 1, 1) == "LLM_SUCCESS"
+    assert one.values(1) == [20]
+    two.fill(1, 30)
+    assert two.push(0, 1, 1) == "LLM_SUCCESS"
+    assert one.values(1) == [30]
+    assert engines.close() == [{}, {}]
+
+
+def test_caches_that_come_and_go_renew_the_connection(engines: Pair) -> None:
+    one, two = engines.both
+    two.allocate(21)
+    assert one.pull(1, 2, 1) == "LLM_SUCCESS"
+    assert one.values(1) == [21]
+    two.deallocate(2)
+    assert one.pull(1, 2, 1) == "LLM_KV_CACHE_NOT_EXIST"
+    two.allocate(22)
+    assert one.pull(1, 3, 1) == "LLM_SUCCESS"
+    assert one.values(1) == [22]
+    assert engines.close() == [{}, {}]
+
+
+def test_a_batch_that_never_ends_is_given_up_at_the_deadline(engines: Pair) -> None:
+    one = engines.one
+    one.fault("HixlCSClientBatchGetAsync:1=hang")
+    assert one.pull(1, 1, 1, timeout_ms=100) == "LLM_TIMEOUT"
+    assert one.values(1) == [10]
+    (given_up,) = (
+        call for call in engines.log.calls("HixlCSClientDestroy") if call.fields["batches"]
+    )
+    assert given_up.fields["batches"] == 1
+    assert one.pull(1, 1, 1) == "LLM_SUCCESS"
+    assert one.values(1) == [20]
+    assert engines.close() == [{}, {}]
+
+
+def test_a_failed_batch_costs_only_the_connection(engines: Pair) -> None:
+    one = engines.one
+    one.fault("HixlCSClientBatchGetAsync:1=sync:1")
+    assert one.pull(1, 1, 1) == "LLM_FAILED"
+    assert one.pull(1, 1, 1) == "LLM_SUCCESS"
+    assert engines.close() == [{}, {}]
+
+
+def test_a_peer_that_was_killed(engines: Pair) -> None:
+    """HIXL tells nothing: the end of the control connection stops the transfer."""
+    engines.two.peer.kill()
+    assert engines.one.pull(1, 1, 1) == "LLM_LINK_FAILED"
+    assert engines.one.close() == {}
