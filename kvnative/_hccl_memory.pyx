@@ -12,7 +12,7 @@ from kvnative._crossing cimport (
 )
 from kvnative._device cimport Device, DeviceBuffer
 from kvnative._host cimport kvn_failure, unsigned
-from kvnative._native cimport KVN_OK
+from kvnative._native cimport KVN_OK, KVN_UNSUPPORTED
 
 import os
 import threading
@@ -96,7 +96,8 @@ cdef class HcclLibrary:
             except HcclError as error:
                 tried.append(f"{file}: {error}")
         reasons = "; ".join(tried) or f"{path} has neither {' nor '.join(names)}"
-        raise HcclError(f"no {'HIXL' if client_server else 'HCCL'} library: {reasons}")
+        name = "HIXL" if client_server else "HCCL"
+        raise HcclError(f"no {name} library: {reasons}", 0, KVN_UNSUPPORTED)
 
     @staticmethod
     cdef HcclLibrary open_file(AclLibrary acl, str file, bint client_server):

@@ -66,15 +66,17 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 
 @pytest.fixture
-def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+def engines(tmp_path: Path) -> Iterator[Pair]:
     """Two linked engines, with a cache each: 10 at the first, 20 at the second."""
     pair = Pair(tmp_path, "engine")
-    request.addfinalizer(pair.finish)
-    addresses = [side.start() for side in pair.both]
-    for value, side in zip((10, 20), pair.both, strict=True):
-        side.allocate(value)
-    pair.one.link(1, addresses[1])
-    yield pair
+    try:
+        addresses = [side.start() for side in pair.both]
+        for value, side in zip((10, 20), pair.both, strict=True):
+            side.allocate(value)
+        pair.one.link(1, addresses[1])
+        yield pair
+    finally:
+        pair.finish()
     assert pair.log.calls("violation") == []
 
 

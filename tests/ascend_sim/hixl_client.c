@@ -371,6 +371,7 @@ HixlStatus HixlCSClientBatchGetAsync(void *handle, uint32_t num, const HixlOneSi
     return issue_call("HixlCSClientBatchGetAsync", handle, 0, num, list, out);
 }
 
+#if KVSIM_CANN >= 901
 /* kvplan does not call it, but 9.0 lacks it. */
 HixlStatus HixlCSClientBatchPutSync(void *handle, uint32_t num, const HixlOneSideOpDesc *list, uint32_t timeout_ms)
 {
@@ -379,6 +380,7 @@ HixlStatus HixlCSClientBatchPutSync(void *handle, uint32_t num, const HixlOneSid
     hixl_enter(&call, "HixlCSClientBatchPutSync", NULL);
     return hixl_leave(&call, hixl_refuse(&call, HIXL_FAILED, "not simulated"), "\"descriptors\":%u", num);
 }
+#endif
 
 HixlStatus HixlCSClientQueryCompleteStatus(void *handle, void *queried, int32_t *status)
 {

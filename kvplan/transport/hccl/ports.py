@@ -10,7 +10,7 @@ import re
 import socket
 import struct
 from contextlib import closing
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -111,30 +111,28 @@ class _Versioned(msgspec.Struct):
     version: str
 
 
-def is_client_server(local_comm_res: str) -> bool:
-    """Return whether the option selects the mode."""
-    try:
-        return msgspec.json.decode(local_comm_res or "{}", type=_Versioned).version == _VERSION
-    except msgspec.MsgspecError:
-        return False
+class Request(NamedTuple):
+    """A valid request for the mode.
+
+    Attributes:
+        address: The IP address of this host at which the server listens.
+        net_instance_id, ports: As in `ServerAddress`.
+    """
+
+    address: str
+    net_instance_id: str
+    ports: tuple[Port, ...]
 
 
-def serve(
-    library: HcclLibrary,
-    device: AscendDevice,
-    here: DeviceAddress,
-    local_comm_res: str,
-    address: str,
-) -> tuple[Server, ServerAddress]:
-    """Start the server of this process, and return its address too.
+def requested(local_comm_res: str, address: str) -> Request | None:
+    """Return what the options request, or None if they do not select the mode.
 
     Args:
-        library: HIXL's library.
-        device: The device of this process.
-        here: The numbers of the device.
         local_comm_res: The option `llm.LocalCommRes`, which lists the ports.
-        address: An IP address of this host that peers reach.
+        address: The option `kvplan.hixl_address`.
     """
+    if not _is_client_server(local_comm_res):
+        return None
     given = read(_LocalCommRes, local_comm_res, _OPTION, msgspec.json.decode)
     ports = tuple(port for port in given.endpoint_list if port.placement == "device")
     if not given.net_instance_id or not ports:
@@ -151,17 +149,35 @@ def serve(
         )
     if not is_address(address) or ipaddress.ip_address(address).is_unspecified:
         raise invalid(f"hixl_address={shown(address)} must be an IP address that peers connect to")
-    packed = b"".join(_packed(port, here) for port in ports)
+    return Request(address, given.net_instance_id, ports)
+
+
+def serve(
+    library: HcclLibrary, device: AscendDevice, here: DeviceAddress, request: Request
+) -> tuple[Server, ServerAddress]:
+    """Start the server of this process with HIXL's library, and return its address too.
+
+    `here` has the numbers of the device.
+    """
+    packed = b"".join(_packed(port, here) for port in request.ports)
     for attempt in range(_TRIES):
-        port = _free_port(address)
+        port = _free_port(request.address)
         try:
-            server = Server(library, device.native, packed, address, port)
+            server = Server(library, device.native, packed, request.address, port)
         except HcclError:
             if attempt == _TRIES - 1:
                 raise
         else:
-            return server, ServerAddress(address, port, given.net_instance_id, ports)
+            address = ServerAddress(request.address, port, request.net_instance_id, request.ports)
+            return server, address
     raise AssertionError
+
+
+def _is_client_server(local_comm_res: str) -> bool:
+    try:
+        return msgspec.json.decode(local_comm_res or "{}", type=_Versioned).version == _VERSION
+    except msgspec.MsgspecError:
+        return False
 
 
 def match(here: ServerAddress, there: ServerAddress) -> tuple[Port, Port] | None:

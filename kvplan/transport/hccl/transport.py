@@ -24,7 +24,7 @@ from kvplan.transport.hccl.connections import Connections
 from kvplan.transport.hccl.device import BackgroundWorker, GenerationTable, HcclDevice
 from kvplan.transport.hccl.link import HcclLink
 from kvplan.transport.hccl.metadata import Metadata
-from kvplan.transport.hccl.ports import is_client_server, packed_pair, serve, why_unreachable
+from kvplan.transport.hccl.ports import packed_pair, requested, serve, why_unreachable
 from kvplan.transport.hccl.registrations import HcclRegistrations
 from kvplan.transport.metadata import tag_of
 from kvplan.transport.transport import Transport
@@ -101,8 +101,8 @@ class HcclTransport(Transport):
                 f"{_MOST_STAGING}]"
             )
         self._product = _product_of(device)
-        is_hixl = is_client_server(local_comm_res)
-        if is_hixl:
+        request = requested(local_comm_res, hixl_address)
+        if is_hixl := request is not None:
             self._product = replace(self._product, max_batch=256, registers=_DEVICE, hccs=_DEVICE)
         check_environment()
         self._address = device_address(device, "" if is_hixl else local_comm_res)
@@ -115,10 +115,8 @@ class HcclTransport(Transport):
             library = HcclLibrary.load(device.native.library, client_server=is_hixl)
             server: Server | None = None
             self._server: ServerAddress | None = None
-            if is_hixl:
-                server, self._server = serve(
-                    library, device, self._address, local_comm_res, hixl_address
-                )
+            if request is not None:
+                server, self._server = serve(library, device, self._address, request)
             self._generations = GenerationTable(device, max_registrations)
             slot_nbytes = staging_nbytes // (2 * _BUFFER_SETS)
             staging = (
