@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 import kvplan
+from kvnative._executor import Executor
 from kvplan import (
+    BlockLease,
     BlocksCacheKey,
     Cache,
     CacheDesc,
@@ -23,6 +25,7 @@ from kvplan import (
     Transfer,
 )
 from kvplan.transport.hccl.link import HcclLink
+from tests.ascend.hccl_end import columns
 from tests.ascend.hccl_side import DESC, PULL, PUSH, TENSORS, Side
 from tests.ascend.simulator import controls, found
 
@@ -90,6 +93,14 @@ class HixlSide:
             kvplan.execute(PULL, remote, list(host))
             self.side.seen[:] = host
 
+    def get_many(self, remote: int, count: int) -> int:
+        """Read `count` rows of 64 bytes, in the opposite order; return the status."""
+        local = self.side.buffer.address
+        rows = [(local + 64 * i, remote + 64 * (count - 1 - i), 64) for i in range(count)]
+        backend = self.link.connection().communicator.backend("get")
+        with Executor(backend) as executor:
+            return executor.run(columns("get", rows), 20000).status
+
     def deregister(self) -> None:
         self.side.transport.deregister(self.side.registration)
 
@@ -156,6 +167,18 @@ class HixlEngine:
     def push(self, peer: int, theirs: int, own: int, timeout_ms: float = 10000) -> str:
         rows = Rows(BlocksCacheKey(peer, theirs), MINE)
         return self._run(rows, own, timeout_ms, is_pull=False)
+
+    def lease(self, number: int) -> bytes:
+        """Lease the blocks THEIRS of a cache."""
+        self.leased = self.engine.lease_blocks(self.caches[number - 1], THEIRS)
+        return self.leased.to_bytes()
+
+    def release(self) -> None:
+        self.engine.release(self.leased)
+
+    def push_leased(self, lease: bytes, own: int) -> str:
+        rows = Rows(BlockLease.from_bytes(lease), THEIRS)
+        return self._run(rows, own, 10000, is_pull=False)
 
     def _run(self, remote: Rows, own: int, timeout_ms: float, *, is_pull: bool) -> str:
         local = Rows(self.caches[own - 1], MINE)

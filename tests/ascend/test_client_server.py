@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvnative._backend import KVN_OK
 from tests.ascend.hccl_side import BLOCK, BLOCKS, TENSORS, moved
 from tests.ascend.simulator import ELSEWHERE, Log
 from tests.support.peer import Peer, Remote, RemoteError
@@ -108,6 +109,20 @@ def test_both_directions_and_through_staging(pair: Pair) -> None:
     assert pair.close() == [{}, {}]
 
 
+@pytest.mark.parametrize("count", [1, 256, 257, 5000])
+def test_batches(pair: Pair, count: int) -> None:
+    """HIXL queues at most 4,096 batches; kvplan has a few in flight."""
+    filled(pair.one, 1)
+    theirs = np.frombuffer(pair.two.fill(2), np.uint8)
+    pair.link()
+    assert pair.one.get_many(pair.two.addresses()[0][0], count) == KVN_OK
+    arrived = np.frombuffer(pair.one.bytes(), np.uint8)
+    rows = theirs[: 64 * count].reshape(count, 64)[::-1].reshape(-1)
+    assert (arrived[: 64 * count] == rows).all()
+    sizes = [call.fields["descriptors"] for call in pair.log.calls("HixlCSClientBatchGetAsync")]
+    assert sizes == [min(256, count - first) for first in range(0, count, 256)]
+
+
 def test_memory_stays_registered_until_no_client_is_left(pair: Pair) -> None:
     pair.link()
     pair.move("pull")
@@ -136,6 +151,17 @@ def test_engines_pull_and_push_from_both_ends(engines: Pair) -> None:
     two.fill(1, 30)
     assert two.push(0, 1, 1) == "LLM_SUCCESS"
     assert one.values(1) == [30]
+    assert engines.close() == [{}, {}]
+
+
+def test_a_push_with_a_lease_is_announced_and_ends_with_it(engines: Pair) -> None:
+    one, two = engines.both
+    lease = two.lease(1)
+    assert one.push_leased(lease, 1) == "LLM_SUCCESS"
+    assert two.pull(0, 1, 1) == "LLM_SUCCESS"
+    assert two.values(1) == [10]
+    two.release()
+    assert one.push_leased(lease, 1) == "LLM_KV_CACHE_NOT_EXIST"
     assert engines.close() == [{}, {}]
 
 
