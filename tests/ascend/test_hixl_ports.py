@@ -56,6 +56,7 @@ HCCS = [Port("hccs", str(number), "device") for number in (0, 1)]
         ([bus(1)], [bus(2, "ub_tp")], None),
         ([bus(1)], [bus(2, dst_eid=eid(3))], None),
         ([bus(1)], [bus(2, dst_eid=eid(1))], "ub_ctp"),
+        ([bus(10)], [bus(2, dst_eid=f"0x{eid(10).upper()}")], "ub_ctp"),
         ([bus(1)], [bus(1)], None),  # itself
         ([ROCE[0]], [UBOE[0]], None),
     ],

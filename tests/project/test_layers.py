@@ -16,11 +16,11 @@ ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
     "addressed": 706,
-    "cli": 3776,
+    "cli": 3779,
     "control": 3602,
     "debug": 780,
     "device": 1253,
-    "engine": 8148,
+    "engine": 8153,
     "execution": 3139,
     "hixl": 1094,
     "inspection": 2000,
@@ -37,7 +37,7 @@ MAX_LINES = {
     "system": 476,
     "tensors": 1089,
     "testing": 471,
-    "transport": 7585,
+    "transport": 7922,
     "vllm": 2091,
 }
 """Lines of each room. Only a commit that says why may raise one."""

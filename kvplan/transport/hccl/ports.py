@@ -76,7 +76,8 @@ class Port(Record, frozen=True):
 
     def reaches(self, other: Port) -> bool:
         """Return whether a port of UB reaches another one."""
-        is_direct = not other.dst_eid or other.dst_eid.lower() == self.comm_id.lower()
+        reached = other.dst_eid.lower().removeprefix("0x")
+        is_direct = not reached or reached == self.comm_id.lower()
         is_same_bus = (self.protocol, self.plane) == (other.protocol, other.plane)
         return is_same_bus and is_direct and other.comm_id != self.comm_id
 
@@ -93,7 +94,7 @@ class ServerAddress(Record, frozen=True):
     address: str
     port: Annotated[int, Meta(ge=1, le=65535)]
     net_instance_id: AsciiName
-    ports: Annotated[tuple[Port, ...], Meta(min_length=1, max_length=16)]
+    ports: Annotated[tuple[Port, ...], Meta(min_length=1, max_length=64)]
 
     def __post_init__(self) -> None:
         if not is_address(self.address):
