@@ -103,7 +103,8 @@ class OptionRows:
         over=("local",), see="caches.md#pages")
     local_comm_res: str = option(
         "", kinds.JSON,
-        "Rank table of only this device. Empty: the address of the device is detected.",
+        "Rank table of only this device, or its ports for HIXL (version 1.3). Empty: the address "
+        "of the device is detected.",
         OPTION_LOCAL_COMM_RES, over=("hccl",), see="../how-to/ascend.md")
     global_resource_config: str = option(
         "", kinds.RESOURCES,

@@ -104,13 +104,19 @@ class HixlSide:
     def deregister(self) -> None:
         self.side.transport.deregister(self.side.registration)
 
+    def register(self) -> None:
+        self.side.registration = self.side.register()
+
     def fault(self, specification: str) -> None:
         self.controls.add_fault(specification)
 
+    def unlink(self) -> None:
+        self.link.close()
+        del self.link
+
     def close(self) -> dict[str, int]:
         if hasattr(self, "link"):
-            self.link.close()
-            del self.link
+            self.unlink()
         self.side.close()
         gc.collect()
         return self.controls.left()

@@ -131,6 +131,8 @@ def test_memory_stays_registered_until_no_client_is_left(pair: Pair) -> None:
     with pytest.raises(RemoteError, match="the peer has deregistered the memory meanwhile"):
         pair.one.move("pull", *addresses)
     assert not pair.log.calls("HixlCSServerUnregMem")
+    with pytest.raises(RemoteError, match="HIXL keeps it until no connection from before"):
+        pair.two.register()
     assert pair.close() == [{}, {}]
     assert pair.log.calls("HixlCSServerUnregMem")
 

@@ -20,7 +20,7 @@ MAX_LINES = {
     "control": 3602,
     "debug": 780,
     "device": 1253,
-    "engine": 8153,
+    "engine": 8154,
     "execution": 3139,
     "hixl": 1094,
     "inspection": 2000,
