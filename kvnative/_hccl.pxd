@@ -2,7 +2,9 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from kvnative._device cimport Device, kvn_device
-from kvnative._hccl_memory cimport HcclLibrary, kvn_hccl, kvn_region, kvn_staging
+from kvnative._hccl_memory cimport (
+    HcclLibrary, kvn_hccl, kvn_hixl_endpoint, kvn_region, kvn_staging
+)
 from kvnative._host cimport kvn_failure
 from kvnative._native cimport kvn_backend
 
@@ -16,6 +18,11 @@ cdef extern from "hccl/communicator.h" nogil:
         KVN_COMM_CLOSED
     ctypedef struct kvn_communicator:
         pass
+    ctypedef struct kvn_hixl_peer:
+        kvn_hixl_endpoint local
+        kvn_hixl_endpoint remote
+        const char *ip
+        uint32_t port
     ctypedef struct kvn_communicator_options:
         const char *rank_table
         uint32_t rank
@@ -24,6 +31,7 @@ cdef extern from "hccl/communicator.h" nogil:
         uint32_t traffic_class
         uint32_t service_level
         uint32_t max_batch
+        const kvn_hixl_peer *peer
 
     int kvn_communicator_create(
         kvn_hccl *hccl, kvn_device *device, const kvn_communicator_options *options,
@@ -37,6 +45,7 @@ cdef extern from "hccl/communicator.h" nogil:
     void kvn_communicator_cancel(kvn_communicator *self, const char *message)
     int kvn_communicator_state_of(kvn_communicator *self)
     bint kvn_communicator_is_disturbed(const kvn_communicator *self)
+    void kvn_communicator_disturb(kvn_communicator *self)
 
 
 cdef extern from "hccl/transfer.h" nogil:

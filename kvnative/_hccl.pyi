@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import Final, Literal, final
+from typing import Final, Literal, NamedTuple, final
 
 from kvnative._backend import Backend
 from kvnative._device import Device
@@ -8,10 +8,17 @@ from kvnative._hccl_memory import Guards, HcclLibrary, Region, Staging
 __all__ = [
     "NUM_TICKETS",
     "Communicator",
+    "HixlPeer",
     "Tickets",
 ]
 
 NUM_TICKETS: int
+
+class HixlPeer(NamedTuple):
+    local: bytes
+    remote: bytes
+    address: str
+    port: int
 
 @final
 class Tickets:
@@ -31,6 +38,7 @@ class Communicator:
         traffic_class: int | None = None,
         service_level: int | None = None,
         max_batch: int = 256,
+        peer: HixlPeer | None = None,
     ) -> None: ...
     name: Final[str]
     rank: Final[int]
@@ -39,6 +47,7 @@ class Communicator:
     def state(self) -> Literal["open", "preparing", "ready", "failed", "closed"]: ...
     @property
     def disturbed(self) -> bool: ...
+    def disturb(self) -> None: ...
     @property
     def regions(self) -> tuple[Region, ...]: ...
     def bind(self, region: Region) -> None: ...

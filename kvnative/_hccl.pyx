@@ -3,7 +3,7 @@
 cimport cython
 from libc.stdint cimport uint32_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport strncpy
+from libc.string cimport memcpy, memset, strncpy
 from posix.unistd cimport getpid
 
 from kvnative._backend cimport Backend
@@ -17,19 +17,44 @@ from kvnative._hccl_memory cimport (
     check_arguments,
     check_device,
     check_hccl,
+    kvn_hixl_endpoint,
 )
 from kvnative._host cimport kvn_failure, unsigned
 from kvnative._native cimport KVN_OK, KVN_PENDING
 
 import math
 import threading
+from typing import NamedTuple
 
-__all__ = ["NUM_TICKETS", "Communicator", "Tickets"]
+__all__ = ["NUM_TICKETS", "Communicator", "HixlPeer", "Tickets"]
 
 NUM_TICKETS = KVN_HCCL_TICKETS
 
 # In the order of kvn_communicator_state.
 cdef tuple STATES = ("open", "preparing", "ready", "failed", "closed")
+
+
+class HixlPeer(NamedTuple):
+    """The peer of a communicator over HIXL.
+
+    Attributes:
+        local, remote: Network ports of both devices, `ENDPOINT_NBYTES` bytes each.
+        address, port: Where the server of the peer listens.
+    """
+
+    local: bytes
+    remote: bytes
+    address: str
+    port: int
+
+
+cdef int copy_endpoint(kvn_hixl_endpoint *out, bytes packed) except -1:
+    cdef const char *content = packed
+    if len(packed) != sizeof(kvn_hixl_endpoint):
+        raise ValueError(f"an endpoint of {len(packed)} bytes; expected"
+                         f" {sizeof(kvn_hixl_endpoint)}")
+    memcpy(out, content, sizeof(kvn_hixl_endpoint))
+    return 0
 
 
 cdef uint32_t optional_number(str name, value, int most) except? 0xBAD:
@@ -75,15 +100,17 @@ cdef class Communicator:
         name: 1 to 127 bytes, the same at both ends and unique on the device.
         traffic_class: RDMA traffic class, 0 to 255, or None for HCCL's choice.
         service_level: RDMA service level, 0 to 7, or None for HCCL's choice.
-        max_batch: descriptors of one operation: 256 on A2 and A3, 64 on 950.
+        max_batch: descriptors of one operation: 256 on A2, A3 and over HIXL, 64 on 950.
+        peer: needed by HIXL's library, which uses neither the table nor the ranks.
     """
 
     def __init__(self, HcclLibrary library not None, Device device not None,
                  str rank_table not None, int rank, int remote_rank, str name not None, *,
-                 traffic_class=None, service_level=None, int max_batch=256):
+                 traffic_class=None, service_level=None, int max_batch=256, peer=None):
         cdef kvn_communicator_options options
+        cdef kvn_hixl_peer hixl
         cdef kvn_failure failure
-        cdef bytes table = rank_table.encode(), label = name.encode()
+        cdef bytes table = rank_table.encode(), label = name.encode(), ip
         if self.communicator is not NULL:
             raise TypeError("a Communicator is made once")
         if rank < 0 or remote_rank < 0 or rank == remote_rank:
@@ -92,6 +119,16 @@ cdef class Communicator:
         if not 1 <= max_batch <= KVN_HCCL_MAX_BATCH:
             raise ValueError(f"max_batch is {max_batch}; it must be in [1, {KVN_HCCL_MAX_BATCH}]")
         check_device(device)
+        if library.hccl.is_client_server is not (peer is not None):
+            raise TypeError(f"peer is {peer!r} for {library}; HIXL needs one, HCCL has none")
+        memset(&hixl, 0, sizeof(hixl))
+        if peer is not None:
+            copy_endpoint(&hixl.local, peer.local)
+            copy_endpoint(&hixl.remote, peer.remote)
+            ip = peer.address.encode()
+            hixl.ip = ip
+            hixl.port = peer.port
+        options.peer = &hixl
         options.rank_table = table
         options.name = label
         options.rank = rank
@@ -127,6 +164,11 @@ cdef class Communicator:
         """True once an operation failed in HCCL or was stopped; a new communicator is safer."""
         self.check_made()
         return kvn_communicator_is_disturbed(self.communicator)
+
+    def disturb(self) -> None:
+        """Mark it as disturbed, so that its user makes a new one."""
+        self.check_made()
+        kvn_communicator_disturb(self.communicator)
 
     @property
     def regions(self) -> tuple[Region, ...]:

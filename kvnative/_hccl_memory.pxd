@@ -10,9 +10,13 @@ from kvnative._host cimport kvn_failure
 cdef extern from "hccl/library.h" nogil:
     ctypedef struct kvn_hccl_calls:
         pass
+    ctypedef struct kvn_hixl_calls:
+        pass
     ctypedef struct kvn_hccl:
         kvn_hccl_calls calls
+        kvn_hixl_calls hixl
         bint is_per_comm
+        bint is_client_server
         char driver[32]
 
     int kvn_hccl_open(
@@ -22,7 +26,22 @@ cdef extern from "hccl/library.h" nogil:
     void kvn_hccl_set_driver(
         kvn_hccl *hccl, const char *version, uint64_t most_host, uint64_t most_device
     )
-    const kvn_symbols kvn_hccl_symbols
+    int kvn_hixl_open(const char *path, const kvn_acl *acl, kvn_hccl *out, kvn_failure *failure)
+    const kvn_symbols kvn_hccl_symbols, kvn_hixl_symbols
+
+
+cdef extern from "hccl/server.h" nogil:
+    ctypedef struct kvn_hixl_endpoint:
+        pass
+    ctypedef struct kvn_hixl_server:
+        void *handle
+
+    int kvn_hixl_server_open(
+        kvn_hccl *hccl, const kvn_device *device, const kvn_hixl_endpoint *endpoints,
+        uint32_t num_endpoints, const char *ip, uint32_t port, kvn_hixl_server *out,
+        kvn_failure *failure
+    )
+    int kvn_hixl_server_close(kvn_hixl_server *server, kvn_failure *failure)
 
 
 cdef extern from "acl/ops.h" nogil:
@@ -82,7 +101,7 @@ cdef class HcclLibrary:
     cdef readonly tuple missing
 
     @staticmethod
-    cdef HcclLibrary open_file(AclLibrary acl, str file)
+    cdef HcclLibrary open_file(AclLibrary acl, str file, bint client_server)
 
 
 cdef class Region:
@@ -96,6 +115,13 @@ cdef class Region:
 cdef class Guards:
     cdef uint64_t *words          # `count` addresses, then as many expected words
     cdef uint32_t count
+
+
+cdef class Server:
+    cdef HcclLibrary library
+    cdef Device device
+    cdef kvn_hixl_server server   # stays in place: the library points to it
+    cdef bint made
 
 
 cdef class Staging:

@@ -6,8 +6,18 @@ from numpy.typing import NDArray
 from kvnative._acl import AclLibrary
 from kvnative._device import Device, DeviceError, DeviceLibrary
 
-__all__ = ["MAX_GUARDS", "Guards", "HcclError", "HcclLibrary", "Region", "Staging"]
+__all__ = [
+    "ENDPOINT_NBYTES",
+    "MAX_GUARDS",
+    "Guards",
+    "HcclError",
+    "HcclLibrary",
+    "Region",
+    "Server",
+    "Staging",
+]
 
+ENDPOINT_NBYTES: int
 MAX_GUARDS: int
 
 class HcclError(DeviceError): ...
@@ -16,14 +26,23 @@ class HcclError(DeviceError): ...
 class HcclLibrary:
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...
     @staticmethod
-    def load(acl: DeviceLibrary, path: str | None = None) -> HcclLibrary: ...
+    def load(
+        acl: DeviceLibrary, path: str | None = None, *, client_server: bool = False
+    ) -> HcclLibrary: ...
     acl: Final[AclLibrary]
     path: Final[str]
     missing: Final[tuple[str, ...]]
     driver: Final[str]
     def check_host(self, device: Device, address: int, nbytes: int) -> None: ...
     def registered(self, device_id: int) -> tuple[int, int]: ...
-    generation: Final[Literal["global", "per_comm"]]
+    generation: Final[Literal["global", "per_comm", "client_server"]]
+
+@final
+class Server:
+    def __init__(
+        self, library: HcclLibrary, device: Device, endpoints: bytes, address: str, port: int
+    ) -> None: ...
+    def close(self) -> None: ...
 
 @final
 class Region:

@@ -1,4 +1,4 @@
-"""HCCL's library, and memory for its transfers: regions, staging memory, guards."""
+"""HCCL's or HIXL's library, and memory for its transfers: regions, staging memory, guards."""
 
 cimport cython
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
@@ -12,7 +12,7 @@ from kvnative._crossing cimport (
 )
 from kvnative._device cimport Device, DeviceBuffer
 from kvnative._host cimport kvn_failure, unsigned
-from kvnative._native cimport KVN_OK
+from kvnative._native cimport KVN_OK, KVN_UNSUPPORTED
 
 import os
 import threading
@@ -20,10 +20,16 @@ import threading
 from kvnative._device import DeviceError
 from kvnative.ascend_files import candidates, driver_version, max_registered
 
-__all__ = ["MAX_GUARDS", "Guards", "HcclError", "HcclLibrary", "Region", "Staging"]
+__all__ = [
+    "ENDPOINT_NBYTES", "MAX_GUARDS", "Guards", "HcclError", "HcclLibrary", "Region", "Server",
+    "Staging"
+]
+
+ENDPOINT_NBYTES = sizeof(kvn_hixl_endpoint)
 
 MAX_GUARDS = KVN_MAX_GUARDS
 NAMES = ("libhcomm.so", "libhccl.so")  # since CANN 8.5; before
+HIXL_NAMES = ("libcann_hixl.so",)
 
 cdef dict LIBRARIES = {}  # path -> HcclLibrary: a library is never closed
 LIBRARIES_LOCK = threading.Lock()
@@ -57,7 +63,7 @@ cdef int check_device(Device device) except -1:
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class HcclLibrary:
-    """The HCCL library of this process.
+    """The HCCL or the HIXL library of this process.
 
     Attributes:
         acl: ACL library of the same toolkit.
@@ -69,43 +75,55 @@ cdef class HcclLibrary:
         raise TypeError("a HcclLibrary comes from HcclLibrary.load()")
 
     @staticmethod
-    def load(AclLibrary acl not None, path: str | None = None) -> HcclLibrary:
+    def load(AclLibrary acl not None, path: str | None = None, *,
+             bint client_server=False) -> HcclLibrary:
         """Open the library, or return the one that is open.
 
         Args:
             acl: ACL library of the same toolkit.
             path: file of the library, folder of a toolkit, or a name that the loader searches; None
                 searches the folder of the ACL library, then the places of the toolkit.
+            client_server: open HIXL's library, whose servers and clients make connections.
         """
         acl.check_process()
-        near = candidates(NAMES, os.path.dirname(acl.path) or None) if path is None else []
-        files = [file for group in [*near, *candidates(NAMES, path)] for file in group]
+        names = HIXL_NAMES if client_server else NAMES
+        near = candidates(names, os.path.dirname(acl.path) or None) if path is None else []
+        files = [file for group in [*near, *candidates(names, path)] for file in group]
         tried = []
         for file in dict.fromkeys(files):
             try:
-                return HcclLibrary.open_file(acl, file)
+                return HcclLibrary.open_file(acl, file, client_server)
             except HcclError as error:
                 tried.append(f"{file}: {error}")
-        reasons = "; ".join(tried) or f"{path} has neither {' nor '.join(NAMES)}"
-        raise HcclError(f"no HCCL library: {reasons}")
+        reasons = "; ".join(tried) or f"{path} has neither {' nor '.join(names)}"
+        name = "HIXL" if client_server else "HCCL"
+        raise HcclError(f"no {name} library: {reasons}", 0, KVN_UNSUPPORTED)
 
     @staticmethod
-    cdef HcclLibrary open_file(AclLibrary acl, str file):
+    cdef HcclLibrary open_file(AclLibrary acl, str file, bint client_server):
         cdef kvn_failure failure
         cdef HcclLibrary self = HcclLibrary.__new__(HcclLibrary)
         cdef bytes encoded = os.fsencode(file), soc_name = acl.soc_name().encode()
         cdef const char *place = encoded
         cdef const char *soc = soc_name
+        cdef int status
         self.acl = acl
         with nogil:
-            check_hccl(kvn_hccl_open(place, &acl.library.calls, soc, &self.hccl,
-                                     &failure), &failure)
+            if client_server:
+                status = kvn_hixl_open(place, &acl.library.calls, &self.hccl, &failure)
+            else:
+                status = kvn_hccl_open(place, &acl.library.calls, soc, &self.hccl, &failure)
+            check_hccl(status, &failure)
         driver = driver_version()
         version = (driver or "").encode()
         most = max_registered(driver)
         kvn_hccl_set_driver(&self.hccl, version, most["host"], most["device"])
-        self.path = library_path(&self.hccl.calls, &kvn_hccl_symbols) or file
-        self.missing = missing_calls(&self.hccl.calls, &kvn_hccl_symbols)
+        if client_server:
+            self.path = library_path(&self.hccl.hixl, &kvn_hixl_symbols) or file
+            self.missing = missing_calls(&self.hccl.hixl, &kvn_hixl_symbols)
+        else:
+            self.path = library_path(&self.hccl.calls, &kvn_hccl_symbols) or file
+            self.missing = missing_calls(&self.hccl.calls, &kvn_hccl_symbols)
         with LIBRARIES_LOCK:
             return LIBRARIES.setdefault((acl.path, os.path.realpath(self.path)), self)
 
@@ -133,12 +151,72 @@ cdef class HcclLibrary:
         """Interface by which memory is registered; the classes hide the difference.
 
         "global": once, then bound to communicators (A2, A3). "per_comm": with each communicator, in
-        bind and prepare (950).
+        bind and prepare (950). "client_server": with the server of the device, and with each
+        client (HIXL).
         """
+        if self.hccl.is_client_server:
+            return "client_server"
         return "per_comm" if self.hccl.is_per_comm else "global"
 
     def __repr__(self):
         return f"<HcclLibrary {self.path}, {self.generation}>"
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+cdef class Server:
+    """HIXL's server of a device: peers' clients reach the memory of all its regions.
+
+    Open it before the first region of the device, and close it after the last. It listens for TCP
+    connections, which HIXL does not authenticate.
+
+    Args:
+        endpoints: network ports of the device, ENDPOINT_NBYTES bytes each.
+        address, port: where it listens; an IP address, and a port that is free.
+    """
+
+    def __init__(self, HcclLibrary library not None, Device device not None,
+                 bytes endpoints not None, str address not None, uint32_t port):
+        cdef bytes text = address.encode()
+        cdef const char *ip = text
+        cdef const char *packed = endpoints
+        cdef uint32_t count = <uint32_t>(len(endpoints) // sizeof(kvn_hixl_endpoint))
+        cdef kvn_failure failure
+        if self.made:
+            raise TypeError("a Server is made once")
+        if not library.hccl.is_client_server:
+            raise TypeError(f"{library} has no servers")
+        if not endpoints or len(endpoints) % sizeof(kvn_hixl_endpoint):
+            raise ValueError(f"endpoints: {len(endpoints)} bytes; expected a multiple of"
+                             f" {sizeof(kvn_hixl_endpoint)}")
+        check_device(device)
+        self.library = library
+        self.device = device
+        with nogil:
+            check_arguments(
+                kvn_hixl_server_open(&library.hccl, &device.device,
+                                     <const kvn_hixl_endpoint *>packed, count, ip, port,
+                                     &self.server, &failure),
+                &failure)
+        self.made = True
+
+    def close(self) -> None:
+        """End all connections of peers; idempotent, no effect in a forked child."""
+        cdef kvn_failure failure
+        if not self.made or self.library.acl.pid != getpid():
+            return
+        with nogil:
+            check_hccl(kvn_hixl_server_close(&self.server, &failure), &failure)
+
+    def __dealloc__(self):
+        cdef kvn_failure ignored
+        if self.made and self.library.acl.pid == getpid():
+            with nogil:
+                kvn_hixl_server_close(&self.server, &ignored)
+
+    def __repr__(self):
+        return f"<Server of {self.device!r}>"
 
 
 @cython.final

@@ -103,7 +103,8 @@ class OptionRows:
         over=("local",), see="caches.md#pages")
     local_comm_res: str = option(
         "", kinds.JSON,
-        "Rank table of only this device. Empty: the address of the device is detected.",
+        "Rank table of only this device, or its ports for HIXL (version 1.3). Empty: the address "
+        "of the device is detected.",
         OPTION_LOCAL_COMM_RES, over=("hccl",), see="../how-to/ascend.md")
     global_resource_config: str = option(
         "", kinds.RESOURCES,
@@ -155,6 +156,11 @@ class OptionRows:
         "Device memory to stage memory that HCCL cannot register, 16 KiB at least; 0: none, and "
         "such transfers are refused.",
         unit="bytes", over=("hccl",))
+    hixl_address: str = option(
+        "", kinds.SOURCE,
+        "Address of this host at which HIXL listens for peers, which it does not authenticate; "
+        "needed with `llm.LocalCommRes` of version 1.3.",
+        over=("hccl",), see="../how-to/ascend.md")
     transport: str = option(
         "auto", Kind(kinds.TEXT.check, values="`auto`, `hccl`, `local`, `ucx`, `tcp`"),
         "Transport to peers. `auto`: the first that works at both ends; `kvplan info` shows "

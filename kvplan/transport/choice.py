@@ -44,6 +44,7 @@ class TransportOptions:
     rdma_traffic_class: int | None = None
     rdma_service_level: int | None = None
     staging_nbytes: int = 32 << 20
+    hixl_address: str = ""
     ucx_devices: str = ""
     ucx_settings: str = ""
     tcp_connections: int | None = None
@@ -79,6 +80,7 @@ def _hccl(options: TransportOptions) -> Transport:
         traffic_class=options.rdma_traffic_class,
         service_level=options.rdma_service_level,
         staging_nbytes=options.staging_nbytes,
+        hixl_address=options.hixl_address,
     )
 
 

@@ -23,8 +23,10 @@ import json, sys
 from kvnative._acl import AclLibrary
 from kvnative._hccl_memory import HcclError, HcclLibrary
 acl = AclLibrary.load(sys.argv[1])
+path = sys.argv[2:]
+is_hixl = bool(path) and "hixl" in path[0]
 try:
-    hccl = HcclLibrary.load(acl, *sys.argv[2:])
+    hccl = HcclLibrary.load(acl, *path, client_server=is_hixl)
     found = [hccl.path, hccl.generation, hccl.missing, HcclLibrary.load(acl) is hccl]
 except HcclError as error:
     found = str(error)
@@ -75,6 +77,15 @@ def test_library_without_one_sided_operations_says_which(tmp_path: Path) -> None
     home = str(build("8.5"))
     found = load(f"{home}/lib64/libacl_rt.so", f"{home}/lib64/libacl_rt.so")
     assert found.endswith("libacl_rt.so: it lacks HcclCommInitClusterInfoMemConfig")
+
+
+def test_hixl_is_taken_from_9_1_on() -> None:
+    """The records of 9.0 differ, though its calls have the same names."""
+    old, new = (f"{build(variant)}/lib64" for variant in ("9.0", "9.1"))
+    found = load(f"{old}/libacl_rt.so", f"{old}/libcann_hixl.so")
+    assert found.endswith("libcann_hixl.so: it lacks HixlCSClientBatchPutSync")
+    found = load(f"{new}/libacl_rt.so", f"{new}/libcann_hixl.so")
+    assert found[1:3] == ["client_server", []]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def put(*path: Any) -> Callable[[Any], object]:
     ("edit", "said"),
     [
         (put("schema", "kvplan.local 3"), "schema is 'kvplan.local 3'; this kvplan reads"),
-        (put("schema", "kvplan.hccl 4"), "this kvplan reads 'kvplan.hccl 3'"),
+        (put("schema", "kvplan.hccl 5"), "this kvplan reads 'kvplan.hccl 4'"),
         (put("instance", "0" * 31), "instance is"),
         (put("product", ""), "product is ''"),
         (put("device", "device_id", 3), "device.device_id is 3"),

@@ -2,7 +2,7 @@
 
 A variant is a tree like that of an installed CANN, so that its path serves as ASCEND_HOME_PATH. All
 libraries of a variant share libkvsim_core.so, which lies beside them. Sources are taken by the
-beginning of their names: ``core_*.c``, ``acl_*.c``, ``hccl_*.c``.
+beginning of their names: ``core_*.c``, ``acl_*.c``, ``hccl_*.c``, ``hixl_*.c``.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ ASCENDCL_ALONE = Library("libascendcl.so", "acl_", (CORE.name,))
 HCOMM = Library("libhcomm.so", "hccl_", (CORE.name,))
 HCCL = Library("libhccl.so", "", (HCOMM.name,))
 HCCL_ALONE = Library("libhccl.so", "hccl_", (CORE.name,))
+HIXL = Library("libcann_hixl.so", "hixl_", (CORE.name, HCOMM.name))
 
 # KVSIM_CANN: the version as a number. KVSIM_BATCH: batch copies are 0 absent, 1 there, 2 refused,
 # 3 only the calls of 9.1.
@@ -59,6 +60,8 @@ OLD = ("-DKVSIM_CANN=801", "-DKVSIM_BATCH=0")
 NEW = ("-DKVSIM_CANN=805", "-DKVSIM_BATCH=1")
 REFUSING = ("-DKVSIM_CANN=805", "-DKVSIM_BATCH=2")
 ONLY_V2 = ("-DKVSIM_CANN=901", "-DKVSIM_BATCH=3")
+OLD_HIXL = ("-DKVSIM_CANN=900", "-DKVSIM_BATCH=1")
+NEWEST = ("-DKVSIM_CANN=901", "-DKVSIM_BATCH=1")
 
 VARIANTS = {
     "8.1": Variant("8.1.RC1", OLD, (CORE, ASCENDCL_ALONE, HCCL_ALONE)),
@@ -66,6 +69,8 @@ VARIANTS = {
     "hccl-only": Variant("8.5.0", NEW, (CORE, ACL_RT, ASCENDCL, HCCL_ALONE)),
     "batch-unsupported": Variant("8.5.0", REFUSING, (CORE, ACL_RT, ASCENDCL, HCOMM, HCCL)),
     "batch-v2": Variant("9.1.0", ONLY_V2, (CORE, ACL_RT, ASCENDCL, HCOMM, HCCL)),
+    "9.0": Variant("9.0.0", OLD_HIXL, (CORE, ACL_RT, ASCENDCL, HCOMM, HCCL, HIXL)),
+    "9.1": Variant("9.1.0", NEWEST, (CORE, ACL_RT, ASCENDCL, HCOMM, HCCL, HIXL)),
 }
 
 

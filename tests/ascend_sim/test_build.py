@@ -25,6 +25,7 @@ LIBRARIES = {
     "batch-unsupported": {"libacl_rt.so", "libascendcl.so", "libhcomm.so", "libhccl.so"},
     "batch-v2": {"libacl_rt.so", "libascendcl.so", "libhcomm.so", "libhccl.so"},
 }
+LIBRARIES["9.0"] = LIBRARIES["9.1"] = LIBRARIES["8.5"] | {"libcann_hixl.so"}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -313,6 +313,13 @@ class TestSimulatedDevices:
         assert report["accelerator"]["hccl"]["generation"] == "per_comm"
         assert transport(report, "hccl")["reaches"] == ["device"]
 
+    def test_of_cann_9_1(self) -> None:
+        """It has HIXL's client/server mode, which no earlier one has."""
+        hixl = simulated("9.1")["accelerator"]["hixl"]
+        assert hixl["library"] == str(build("9.1") / "lib64/libcann_hixl.so")
+        assert (hixl["generation"], hixl["missing"]) == ("client_server", [])
+        assert "libcann_hixl.so" in simulated("8.5")["accelerator"]["hixl"]["why_not"]
+
     def test_another_device(self) -> None:
         report = simulated("8.5", "--device-id", "5")
         assert "device_id=5 is out of range [0, 2)" in report["accelerator"]["why_not"]

@@ -321,6 +321,29 @@ int kvn_communicator_issue(kvn_communicator *self, bool is_put, kvn_one_sided *d
     return status;
 }
 
+bool kvn_communicator_is_polled(const kvn_communicator *self)
+{
+    return self->connection.hccl->is_client_server;
+}
+
+int kvn_communicator_poll(kvn_communicator *self, kvn_failure *failure)
+{
+    int status;
+    if (!kvn_communicator_is_polled(self))
+        return KVN_OK;
+    pthread_mutex_lock(&self->mutex);
+    status = kvn_connection_poll(&self->connection, failure);
+    pthread_mutex_unlock(&self->mutex);
+    return status;
+}
+
+void kvn_communicator_abort(kvn_communicator *self)
+{
+    pthread_mutex_lock(&self->mutex);
+    kvn_connection_abort(&self->connection);
+    pthread_mutex_unlock(&self->mutex);
+}
+
 bool kvn_communicator_covers(kvn_communicator *self, uint64_t address, uint64_t nbytes)
 {
     bool covers;

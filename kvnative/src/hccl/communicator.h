@@ -1,5 +1,5 @@
 /* A communicator: HCCL's connection between this process's device and one of a peer. It has two ranks, its own channel,
- * and the regions that it may read and write.
+ * and the regions that it may read and write. With HIXL, it is a client of the peer's server.
  *
  * All calls are thread-safe; a communicator makes one call of HCCL at a time. */
 #ifndef KVN_HCCL_COMMUNICATOR_H
@@ -74,6 +74,12 @@ uint32_t kvn_communicator_unfold_ms(const kvn_communicator *self);
 /* Issues one HcclBatchPut or Get of 1 to max_batch descriptors on the channel's stream. */
 int kvn_communicator_issue(kvn_communicator *self, bool is_put, kvn_one_sided *descriptors,
                            uint32_t count, kvn_failure *failure);
+/* Returns true if its operations are not on the channel's stream, but batches of HIXL to be polled. */
+bool kvn_communicator_is_polled(const kvn_communicator *self);
+/* KVN_PENDING while such batches are in flight. */
+int kvn_communicator_poll(kvn_communicator *self, kvn_failure *failure);
+/* Stops them; nothing more can be issued then. */
+void kvn_communicator_abort(kvn_communicator *self);
 /* Returns true if [address, address + nbytes) lies in one bound region of this side. */
 bool kvn_communicator_covers(kvn_communicator *self, uint64_t address, uint64_t nbytes);
 /* Returns two events for the running transfer. */

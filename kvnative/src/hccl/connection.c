@@ -13,6 +13,8 @@
 /* HCCL's minimum. One-sided operations use no buffer; the default of 200 would take 400 MB of device memory for each
  * link. */
 #define BUFFER_MB 2
+/* Timeouts of HIXL are milliseconds in a signed number. */
+#define MAX_CONNECT_S 2000000
 
 int kvn_connection_init(kvn_connection *self, kvn_hccl *hccl, const kvn_device *device,
                         uint32_t remote_rank, const char *name, kvn_failure *failure)
@@ -64,8 +66,7 @@ static void pause_before(int retry)
     nanosleep(&(struct timespec){.tv_sec = (time_t)(ns / 1000000000), .tv_nsec = (long)(ns % 1000000000)}, NULL);
 }
 
-int kvn_connection_open(kvn_connection *self, const kvn_communicator_options *options,
-                        kvn_failure *failure)
+static kvn_hccl_result make_communicator(kvn_connection *self, const kvn_communicator_options *options)
 {
     kvn_hccl_config config = {
         .size = sizeof config,
@@ -75,11 +76,8 @@ int kvn_connection_open(kvn_connection *self, const kvn_communicator_options *op
         .traffic_class = options->traffic_class,
         .service_level = options->service_level,
     };
-    void *previous;
     kvn_hccl_result result;
     memcpy(config.name, self->name, sizeof config.name);
-    if (kvn_device_enter(self->device, &previous, failure) != KVN_OK)
-        return failure->status;
     for (int retry = 0;; retry++) {
         pthread_mutex_lock(&self->hccl->init);
         result = self->hccl->calls.init(options->rank_table, options->rank, &config, &self->comm);
@@ -88,10 +86,25 @@ int kvn_connection_open(kvn_connection *self, const kvn_communicator_options *op
             break;
         pause_before(retry);
     }
-    if (result != KVN_HCCL_SUCCESS) {
+    if (result != KVN_HCCL_SUCCESS)
         self->comm = NULL;
-        kvn_hccl_fail(self->hccl, "HcclCommInitClusterInfoMemConfig", result, failure);
-    }
+    return result;
+}
+
+int kvn_connection_open(kvn_connection *self, const kvn_communicator_options *options,
+                        kvn_failure *failure)
+{
+    const bool is_hixl = self->hccl->is_client_server;
+    void *previous;
+    kvn_hccl_result result;
+    if (kvn_device_enter(self->device, &previous, failure) != KVN_OK)
+        return failure->status;
+    result = is_hixl ? kvn_client_create(&self->client, self->hccl, options->peer, options->traffic_class,
+                                         options->service_level)
+                     : make_communicator(self, options);
+    if (result != KVN_HCCL_SUCCESS)
+        kvn_hccl_fail(self->hccl, is_hixl ? "HixlCSClientCreate" : "HcclCommInitClusterInfoMemConfig", result,
+                      failure);
     kvn_device_leave(self->device, previous);
     return kvn_hccl_status(result);
 }
@@ -108,13 +121,19 @@ static kvn_bound *find(kvn_connection *self, const kvn_region *region)
 
 static const char *bind_call(const kvn_connection *self)
 {
-    return self->hccl->is_per_comm ? "HcclRegisterMem" : "HcclCommBindMem";
+    return self->hccl->is_client_server ? "HixlCSClientRegMem"
+           : self->hccl->is_per_comm    ? "HcclRegisterMem"
+                                        : "HcclCommBindMem";
 }
 
 static kvn_hccl_result bind_one(kvn_connection *self, kvn_bound *bound)
 {
     const kvn_hccl_calls *calls = &self->hccl->calls;
     const kvn_region *region = bound->region;
+    if (self->hccl->is_client_server) {
+        const kvn_hccl_mem memory = kvn_region_memory(region);
+        return self->hccl->hixl.client_register(self->client.handle, NULL, &memory, &bound->handle);
+    }
     if (!self->hccl->is_per_comm)
         return calls->bind(self->comm, region->handle);
     return calls->register_memory(self->comm, self->remote_rank,
@@ -165,16 +184,21 @@ static void forget(kvn_connection *self, kvn_bound *bound)
 /* Call it with the device's context current. The region is unbound afterwards, even if HCCL reports a failure. */
 static int unbind_one(kvn_connection *self, kvn_bound *bound, kvn_failure *failure)
 {
-    const bool is_per_comm = self->hccl->is_per_comm;
     const kvn_hccl_calls *calls = &self->hccl->calls;
-    const kvn_hccl_result result = is_per_comm
-                                       ? calls->deregister_memory(self->comm, &bound->desc)
-                                       : calls->unbind(self->comm, bound->region->handle);
+    const char *call = "HcclCommUnbindMem";
+    kvn_hccl_result result = KVN_HCCL_SUCCESS;
+    if (self->hccl->is_client_server) {
+        call = "HixlCSClientUnregMem";
+        if (self->client.handle)
+            result = self->hccl->hixl.client_unregister(self->client.handle, bound->handle);
+    } else if (self->hccl->is_per_comm) {
+        call = "HcclDeregisterMem";
+        result = calls->deregister_memory(self->comm, &bound->desc);
+    } else {
+        result = calls->unbind(self->comm, bound->region->handle);
+    }
     forget(self, bound);
-    if (result == KVN_HCCL_SUCCESS)
-        return KVN_OK;
-    return kvn_hccl_fail(self->hccl, is_per_comm ? "HcclDeregisterMem" : "HcclCommUnbindMem",
-                         result, failure);
+    return result == KVN_HCCL_SUCCESS ? KVN_OK : kvn_hccl_fail(self->hccl, call, result, failure);
 }
 
 int kvn_connection_unbind(kvn_connection *self, kvn_region *region, kvn_failure *failure)
@@ -258,7 +282,12 @@ int kvn_connection_prepare(kvn_connection *self, int timeout_s, kvn_failure *fai
     int status = KVN_OK;
     if (kvn_device_enter(self->device, &previous, failure) != KVN_OK)
         return failure->status;
-    if (self->hccl->is_per_comm) {
+    if (self->hccl->is_client_server) {
+        const uint32_t timeout_ms = timeout_s < MAX_CONNECT_S ? (uint32_t)timeout_s * 1000 : MAX_CONNECT_S * 1000;
+        result = kvn_client_connect(&self->client, timeout_ms);
+        if (result != KVN_HCCL_SUCCESS)
+            status = kvn_hccl_fail(self->hccl, "HixlCSClientConnect", result, failure);
+    } else if (self->hccl->is_per_comm) {
         status = import(self, timeout_s, failure);
     } else {
         result = self->hccl->calls.prepare(self->comm, &config, timeout_s);
@@ -274,6 +303,7 @@ int kvn_connection_prepare(kvn_connection *self, int timeout_s, kvn_failure *fai
 static void take_down(kvn_connection *self, kvn_failure *first)
 {
     const kvn_hccl_calls *calls = &self->hccl->calls;
+    const bool is_hixl = self->hccl->is_client_server;
     kvn_failure later;
     kvn_hccl_result result;
     while (self->num_remote > 0) {
@@ -286,9 +316,9 @@ static void take_down(kvn_connection *self, kvn_failure *first)
     while (self->num_bound > 0)
         if (unbind_one(self, &self->bound[self->num_bound - 1], &later) != KVN_OK)
             kvn_keep_first(first, &later);
-    result = calls->destroy(self->comm);
+    result = is_hixl ? kvn_client_destroy(&self->client) : calls->destroy(self->comm);
     if (result != KVN_HCCL_SUCCESS) {
-        kvn_hccl_fail(self->hccl, "HcclCommDestroy", result, &later);
+        kvn_hccl_fail(self->hccl, is_hixl ? "HixlCSClientDestroy" : "HcclCommDestroy", result, &later);
         kvn_keep_first(first, &later);
     }
     self->comm = NULL;
@@ -298,7 +328,7 @@ void kvn_connection_close(kvn_connection *self, kvn_failure *failure)
 {
     void *previous;
     kvn_failure later;
-    if (!self->comm)
+    if (!self->comm && !self->client.handle && self->num_bound == 0)
         return;
     if (kvn_device_enter(self->device, &previous, &later) == KVN_OK) {
         take_down(self, failure);
@@ -319,6 +349,10 @@ kvn_hccl_result kvn_connection_async_error(kvn_connection *self, char *text, siz
     kvn_hccl_result result = KVN_HCCL_SUCCESS;
     void *previous;
     kvn_failure failure;
+    if (self->client.is_failed) {
+        snprintf(text, room, "HIXL refuses further batches of this client");
+        return KVN_HIXL_FAILED;
+    }
     if (!self->hccl->calls.async_error ||
         kvn_device_enter(self->device, &previous, &failure) != KVN_OK)
         return KVN_HCCL_SUCCESS;
@@ -330,9 +364,22 @@ kvn_hccl_result kvn_connection_async_error(kvn_connection *self, char *text, siz
     return result;
 }
 
+int kvn_connection_poll(kvn_connection *self, kvn_failure *failure)
+{
+    return kvn_client_poll(&self->client, failure);
+}
+
+void kvn_connection_abort(kvn_connection *self)
+{
+    if (self->client.num_batches > 0)
+        kvn_client_destroy(&self->client);
+}
+
 int kvn_connection_issue(kvn_connection *self, bool is_put, kvn_one_sided *descriptors,
                          uint32_t count, kvn_stream stream, kvn_failure *failure)
 {
+    if (self->hccl->is_client_server)
+        return kvn_client_issue(&self->client, is_put, descriptors, count, failure);
     const kvn_hccl_calls *calls = &self->hccl->calls;
     const kvn_hccl_result result = (is_put ? calls->put : calls->get)(
         self->comm, self->remote_rank, descriptors, count, stream);

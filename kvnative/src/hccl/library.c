@@ -1,4 +1,4 @@
-/* Opens the HCCL library, chooses how memory is registered with it, and describes its errors. */
+/* Opens the HCCL or the HIXL library, chooses how memory is registered with it, and describes its errors. */
 #include "hccl/library.h"
 
 #include <dlfcn.h>
@@ -34,6 +34,27 @@ static const kvn_symbol symbols[] = {
 
 const kvn_symbols kvn_hccl_symbols = {symbols, KVN_COUNT_OF(symbols)};
 
+#define HIXL(name, field) {"HixlCS" name, offsetof(kvn_hixl_calls, field), false, false}
+
+static const kvn_symbol hixl_symbols[] = {
+    HIXL("ServerCreate", server_create),
+    HIXL("ServerListen", server_listen),
+    HIXL("ServerRegMem", server_register),
+    HIXL("ServerUnregMem", server_unregister),
+    HIXL("ServerDestroy", server_destroy),
+    HIXL("ClientCreate", client_create),
+    HIXL("ClientRegMem", client_register),
+    HIXL("ClientUnregMem", client_unregister),
+    HIXL("ClientConnect", connect),
+    HIXL("ClientBatchPutAsync", put),
+    HIXL("ClientBatchGetAsync", get),
+    HIXL("ClientQueryCompleteStatus", query),
+    HIXL("ClientDestroy", client_destroy),
+    HIXL("ClientBatchPutSync", newest),
+};
+
+const kvn_symbols kvn_hixl_symbols = {hixl_symbols, KVN_COUNT_OF(hixl_symbols)};
+
 /* A3 unfolds operations on its AICPU; other products do if HCCL's variable asks for it. */
 static bool unfolds(const char *soc_name)
 {
@@ -56,8 +77,8 @@ static int choose_generation(kvn_hccl *hccl, const char *soc_name, kvn_failure *
     return KVN_OK;
 }
 
-int kvn_hccl_open(const char *path, const kvn_acl *acl, const char *soc_name, kvn_hccl *out,
-                  kvn_failure *failure)
+static int open_file(const char *path, const kvn_acl *acl, const kvn_symbols *wanted, size_t at, kvn_hccl *out,
+                     kvn_failure *failure)
 {
     /* Global, because the libraries that HCCL itself opens expect to find its symbols. */
     void *file = kvn_library_open(path, RTLD_NOW | RTLD_GLOBAL, failure);
@@ -67,16 +88,32 @@ int kvn_hccl_open(const char *path, const kvn_acl *acl, const char *soc_name, kv
     out->acl = acl;
     if (!file)
         return failure->status;
-    /* libhccl.so of newer releases lacks HCCL's one-sided part, which is in libhcomm.so. */
-    missing = kvn_library_fill(&file, 1, &kvn_hccl_symbols, &out->calls);
+    missing = kvn_library_fill(&file, 1, wanted, (char *)out + at);
     if (missing)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0, "it lacks %s", missing);
-    if (choose_generation(out, soc_name, failure) != KVN_OK)
-        return failure->status;
-    out->unfold_ms = unfolds(soc_name) ? KVN_HCCL_UNFOLD_MS : 0;
     pthread_mutex_init(&out->init, NULL);
     pthread_mutex_init(&out->registry, NULL);
     pthread_mutex_init(&out->words_mutex, NULL);
+    return KVN_OK;
+}
+
+int kvn_hccl_open(const char *path, const kvn_acl *acl, const char *soc_name, kvn_hccl *out,
+                  kvn_failure *failure)
+{
+    /* libhccl.so of newer releases lacks HCCL's one-sided part, which is in libhcomm.so. */
+    if (open_file(path, acl, &kvn_hccl_symbols, offsetof(kvn_hccl, calls), out, failure) != KVN_OK ||
+        choose_generation(out, soc_name, failure) != KVN_OK)
+        return failure->status;
+    out->unfold_ms = unfolds(soc_name) ? KVN_HCCL_UNFOLD_MS : 0;
+    return KVN_OK;
+}
+
+int kvn_hixl_open(const char *path, const kvn_acl *acl, kvn_hccl *out, kvn_failure *failure)
+{
+    if (open_file(path, acl, &kvn_hixl_symbols, offsetof(kvn_hccl, hixl), out, failure) != KVN_OK)
+        return failure->status;
+    out->is_client_server = true;
+    out->unfold_ms = KVN_HCCL_UNFOLD_MS; /* HIXL's operations are kernels of the AICPU on every product */
     return KVN_OK;
 }
 
@@ -91,8 +128,11 @@ int kvn_hccl_status(kvn_hccl_result result)
 {
     switch (result) {
     case KVN_HCCL_SUCCESS: return KVN_OK;
+    case KVN_HIXL_PARAM_INVALID:
     case KVN_HCCL_E_PARA: return KVN_INVALID;
+    case KVN_HIXL_UNSUPPORTED:
     case KVN_HCCL_E_NOT_SUPPORT: return KVN_UNSUPPORTED;
+    case KVN_HIXL_TIMEOUT:
     case KVN_HCCL_E_TIMEOUT: return KVN_TIMEOUT;
     case KVN_HCCL_E_OOM: return KVN_NO_DEVICE_MEMORY;
     default: return KVN_FAILED;
@@ -109,9 +149,17 @@ static const char *words_of(kvn_hccl_result result)
         "RUNTIME",      "DRV",       "PROFILING",    "CCE",           "NETWORK",
         "AGAIN",        "REMOTE",    "SUSPENDING",   "OPRETRY_FAIL",  "OOM",
     };
-    return result >= 0 && (size_t)result < KVN_COUNT_OF(words) ? words[result]
-           : result == 1041                             ? "IN_STATUS"
-                                                        : "";
+    if (result >= 0 && (size_t)result < KVN_COUNT_OF(words))
+        return words[result];
+    switch (result) {
+    case 1041: return "IN_STATUS";
+    case KVN_HIXL_PARAM_INVALID: return "PARAM_INVALID";
+    case KVN_HIXL_TIMEOUT: return "TIMEOUT";
+    case KVN_HIXL_UNSUPPORTED: return "UNSUPPORTED";
+    case KVN_HIXL_RESOURCE_EXHAUSTED: return "RESOURCE_EXHAUSTED";
+    case KVN_HIXL_FAILED: return "FAILED";
+    default: return "";
+    }
 }
 
 int kvn_hccl_explain(const kvn_hccl *hccl, const char *call, kvn_hccl_result result, char *message,

@@ -1,8 +1,10 @@
-/* Registers memory with HCCL, once for all communicators or with each of them. */
+/* Registers memory with HCCL, once for all communicators or with each of them, or with a server of HIXL. */
 #include "hccl/region.h"
 
 #include <inttypes.h>
 #include <string.h>
+
+#include "hccl/server.h"
 
 /* Maximum of one registration of HCCL. */
 #define MAX_DEVICE_NBYTES (UINT64_C(64) << 30)
@@ -79,7 +81,7 @@ static int check_total(const kvn_region *region, kvn_failure *failure)
     const uint64_t most = hccl->most[region->on_device];
     const uint64_t total =
         region->nbytes + count_registered(hccl, region->device->id, region->on_device);
-    if (total <= most || hccl->is_per_comm)
+    if (total <= most || hccl->is_per_comm || hccl->is_client_server)
         return KVN_OK;
     return kvn_fail(failure, region->on_device ? KVN_NO_DEVICE_MEMORY : KVN_NO_MEMORY, 0,
                     "%" PRIu64 " bytes of %s memory would be registered with HCCL on device %d, which takes "
@@ -119,18 +121,18 @@ static void take_out(kvn_region *region)
 
 static int register_once(kvn_region *region, kvn_failure *failure)
 {
-    const kvn_hccl_mem mem = {
-        .type = region->on_device ? KVN_HCCL_MEM_DEVICE : KVN_HCCL_MEM_HOST,
-        .address = region->address,
-        .nbytes = region->nbytes,
-    };
-    void *previous;
+    const kvn_hccl_mem mem = kvn_region_memory(region);
+    kvn_hccl *hccl = region->hccl;
+    void *previous, *server = hccl->is_client_server ? kvn_hixl_server_of(hccl, region->device->id) : NULL;
     kvn_hccl_result result;
+    if (hccl->is_client_server && !server)
+        return kvn_fail(failure, KVN_INVALID, 0, "device %d has no server", (int)region->device->id);
     if (kvn_device_enter(region->device, &previous, failure) != KVN_OK)
         return failure->status;
-    result = region->hccl->calls.register_global(&mem, &region->handle);
+    result = server ? hccl->hixl.server_register(server, NULL, &mem, &region->handle)
+                    : hccl->calls.register_global(&mem, &region->handle);
     if (result != KVN_HCCL_SUCCESS)
-        kvn_hccl_fail(region->hccl, "HcclRegisterGlobalMem", result, failure);
+        kvn_hccl_fail(hccl, server ? "HixlCSServerRegMem" : "HcclRegisterGlobalMem", result, failure);
     kvn_device_leave(region->device, previous);
     return kvn_hccl_status(result);
 }
@@ -151,21 +153,26 @@ int kvn_region_open(kvn_hccl *hccl, const kvn_device *device, uint64_t address, 
     return KVN_OK;
 }
 
-static int deregister(kvn_region *region, kvn_failure *failure)
+static int deregister(kvn_region *region, void *server, kvn_failure *failure)
 {
+    kvn_hccl *hccl = region->hccl;
     void *previous;
     kvn_hccl_result result;
+    if (hccl->is_client_server && !server)
+        return KVN_OK; /* the registration has ended with the server */
     if (kvn_device_enter(region->device, &previous, failure) != KVN_OK)
         return failure->status;
-    result = region->hccl->calls.deregister_global(region->handle);
+    result = server ? hccl->hixl.server_unregister(server, region->handle)
+                    : hccl->calls.deregister_global(region->handle);
     if (result != KVN_HCCL_SUCCESS)
-        kvn_hccl_fail(region->hccl, "HcclDeregisterGlobalMem", result, failure);
+        kvn_hccl_fail(hccl, server ? "HixlCSServerUnregMem" : "HcclDeregisterGlobalMem", result, failure);
     kvn_device_leave(region->device, previous);
     return kvn_hccl_status(result);
 }
 
 int kvn_region_close(kvn_region *region, kvn_failure *failure)
 {
+    void *server = kvn_hixl_server_of(region->hccl, region->device->id);
     int status = KVN_OK;
     pthread_mutex_lock(&region->hccl->registry);
     if (region->is_open && region->num_bound > 0) {
@@ -176,7 +183,7 @@ int kvn_region_close(kvn_region *region, kvn_failure *failure)
     } else if (region->is_open) {
         /* Deregister with the mutex held, so that a new registration of the range comes after it. */
         if (region->handle)
-            status = deregister(region, failure);
+            status = deregister(region, server, failure);
         take_out(region);
     }
     pthread_mutex_unlock(&region->hccl->registry);

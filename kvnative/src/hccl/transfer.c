@@ -13,6 +13,9 @@
 /* Descriptors between two checks of the stream's progress: at most twice as many are on it. A stream holds a few
  * thousand; a thread that issues more blocks inside HCCL, where no abort reaches it. */
 #define PACE 1024
+/* Pauses between two queries of HIXL's batches. */
+#define FIRST_PAUSE_NS 10000
+#define LAST_PAUSE_NS 500000
 
 /* ---- operations ---- */
 
@@ -91,8 +94,27 @@ static void let_unfold(kvn_transfer_context *t)
     t->has_issued = false;
 }
 
+/* Waits for HIXL's batches, which are on no stream of kvplan. After the return, with any status, none is in flight. */
+static int drain(kvn_transfer_context *t, kvn_channel_fault *fault)
+{
+    long pause_ns = FIRST_PAUSE_NS;
+    int status;
+    while ((status = kvn_communicator_poll(t->communicator, &fault->why)) == KVN_PENDING) {
+        if (kvn_is_halted(&t->halt)) {
+            status = KVN_CANCELLED;
+            break;
+        }
+        nanosleep(&(struct timespec){.tv_nsec = pause_ns}, NULL);
+        pause_ns = pause_ns < LAST_PAUSE_NS ? 2 * pause_ns : LAST_PAUSE_NS;
+    }
+    if (status != KVN_OK)
+        kvn_communicator_abort(t->communicator);
+    return status;
+}
+
 int kvn_transfer_stop(kvn_transfer_context *t, kvn_channel_fault *fault)
 {
+    kvn_communicator_abort(t->communicator);
     const int status = kvn_channel_synchronize(t->channel, &KVN_ALWAYS, fault);
     let_unfold(t);
     return status;
@@ -108,7 +130,10 @@ static int ended(kvn_transfer_context *t, int status)
 
 int kvn_transfer_synchronize(kvn_transfer_context *t, kvn_channel_fault *fault)
 {
-    int status = KVN_PENDING;
+    int status = drain(t, fault);
+    if (status < 0 && status != KVN_CANCELLED)
+        return ended(t, status);
+    status = KVN_PENDING;
     while (status == KVN_PENDING) {
         if (kvn_is_halted(&t->halt))
             return kvn_transfer_stop(t, fault);
@@ -159,7 +184,8 @@ int kvn_transfer_read_guards(kvn_transfer_context *t)
     const uint64_t words = kvn_communicator_device_words(t->communicator);
     const uint64_t nbytes = transfer->num_guards * sizeof(uint64_t);
     kvn_one_sided rows[KVN_HCCL_MAX_BATCH];
-    for (uint32_t first = 0; first < transfer->num_guards; first += most) {
+    int settled = drain(t, t->fault); /* HIXL promises no order between batches */
+    for (uint32_t first = 0; settled == KVN_OK && first < transfer->num_guards; first += most) {
         const uint32_t left = transfer->num_guards - first, count = left < most ? left : most;
         for (uint32_t i = 0; i < count; i++)
             rows[i] = kvn_row(words + (first + i) * sizeof(uint64_t),
@@ -171,8 +197,10 @@ int kvn_transfer_read_guards(kvn_transfer_context *t)
         if (status != KVN_OK)
             return status;
     }
-    if (nbytes == 0)
-        return KVN_OK;
+    if (settled == KVN_OK && nbytes > 0)
+        settled = drain(t, t->fault); /* before the copy, which is on the stream */
+    if (settled != KVN_OK || nbytes == 0)
+        return settled;
     return t->device->ops->copy_async(
         t->device, KVN_DEVICE_TO_HOST, (uintptr_t)kvn_communicator_host_words(t->communicator), words,
         nbytes, kvn_channel_stream(t->channel), &t->fault->why);
@@ -226,6 +254,8 @@ static int keep_pace(kvn_transfer_context *t, uint64_t *since, uint64_t *laps)
     if (*since < PACE)
         return KVN_OK;
     *since = 0;
+    if (kvn_communicator_is_polled(t->communicator))
+        return drain(t, t->fault);
     *laps += 1;
     status = t->device->ops->record_event(t->device, events[lap % 2], kvn_channel_stream(t->channel), &t->fault->why);
     return status == KVN_OK && lap ? wait_for_event(t, events[(lap + 1) % 2]) : status;

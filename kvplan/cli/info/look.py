@@ -49,6 +49,7 @@ _Place = dict[str, object]
 
 _ACL_NAMES = ("libacl_rt.so", "libascendcl.so")
 _HCCL_NAMES = ("libhcomm.so", "libhccl.so")
+_HIXL_NAMES = ("libcann_hixl.so",)
 _ANY_DEVICE: Final = {"TLS": "^tcp", "NET_DEVICES": "all"}  # settings of UCX
 
 _DESC: Final = CacheDesc(2, (8, 32 << 10), DataType.DT_UINT8, Placement.HOST)
@@ -121,6 +122,7 @@ def _look_at_ascend(note: Note, device_id: int) -> AscendDevice | None:
         return None
     note(accelerator={"devices": [_of_device(note, library, number) for number in range(count)]})
     note(step="opening the HCCL library", accelerator={"hccl": _of_hccl(library)})
+    note(step="opening the HIXL library", accelerator={"hixl": _of_hccl(library, is_hixl=True)})
     note(step=f"opening device {device_id}")
     try:
         return AscendDevice(device_id, library)
@@ -159,12 +161,13 @@ def _of_device(note: Note, library: AclLibrary, device_id: int) -> dict[str, obj
     return found
 
 
-def _of_hccl(library: AclLibrary) -> dict[str, object]:
-    found: dict[str, object] = {"places": _places_of_hccl(Path(library.path))}
+def _of_hccl(library: AclLibrary, *, is_hixl: bool = False) -> dict[str, object]:
+    names = _HIXL_NAMES if is_hixl else _HCCL_NAMES
+    found: dict[str, object] = {"places": _places_of_hccl(Path(library.path), names)}
     try:
         from kvnative._hccl_memory import HcclLibrary
 
-        hccl = HcclLibrary.load(library)
+        hccl = HcclLibrary.load(library, client_server=is_hixl)
     except Exception as error:  # also if a module does not load
         return {**found, "why_not": _reason(error)}
     return {
@@ -217,12 +220,12 @@ def _places_of_acl() -> list[_Place]:
     return [*_of_homes(_ACL_NAMES), _of_loader(_ACL_NAMES)]
 
 
-def _places_of_hccl(acl: Path) -> list[_Place]:
-    """Return the places where HCCL is searched: first the folder of ACL."""
+def _places_of_hccl(acl: Path, names: tuple[str, ...]) -> list[_Place]:
+    """Return the places where HCCL or HIXL is searched: first the folder of ACL."""
     return [
-        _place(acl.parent, "beside the ACL library", _HCCL_NAMES),
-        *_of_homes(_HCCL_NAMES),
-        _of_loader(_HCCL_NAMES),
+        _place(acl.parent, "beside the ACL library", names),
+        *_of_homes(names),
+        _of_loader(names),
     ]
 
 

@@ -30,6 +30,7 @@ from kvplan.validation import resolved, shown
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kvnative._hccl import HixlPeer
     from kvplan.device.ascend import AscendDevice, Product
 
 HCCN_CONF: Final = "/etc/hccn.conf"
@@ -210,11 +211,13 @@ class RankTable:
         text: The table as JSON, for HCCL.
         rank: The rank of this process.
         remote_rank: The rank of the peer.
+        hixl: The peer for HIXL, which needs no table; None: HCCL is used.
     """
 
-    text: str
-    rank: int
-    remote_rank: int
+    text: str = ""
+    rank: int = 0
+    remote_rank: int = 1
+    hixl: HixlPeer | None = None
 
 
 def table_of(here: DeviceAddress, there: DeviceAddress) -> RankTable:

@@ -297,7 +297,8 @@ class Connections:
             is_hccs=self.is_hccs,
             num_open=hccl.num_open,
         )
-        return link_failed(f"HCCL communicator {self._name(generation)}: {error}{hint}")
+        kind = "HCCL communicator" if self._table.hixl is None else "HIXL client"
+        return link_failed(f"{kind} {self._name(generation)}: {error}{hint}")
 
     def _name(self, generation: int) -> str:
         instances = sorted((self._own_metadata().instance, self._peer.instance))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvnative._device import DeviceBuffer
-    from kvnative._hccl_memory import HcclLibrary
+    from kvnative._hccl_memory import HcclLibrary, Server
     from kvnative._pinned import Pinned
     from kvplan.device.ascend import AscendDevice, Product
     from kvplan.transport.hccl.addresses import RankTable
@@ -136,6 +136,7 @@ class HcclDevice:
         background: BackgroundWorker,
         traffic_class: int | None,
         service_level: int | None,
+        server: Server | None = None,
     ) -> None:
         self.library = library
         self.device = device
@@ -143,6 +144,7 @@ class HcclDevice:
         self.generations = generations
         self.staging = staging  # None: local memory must be registered with HCCL
         self.background = background
+        self.server = server  # HIXL's; None: HCCL is used
         self.regions = Regions(self._make_region, self._forget)
         self._traffic_class = traffic_class
         self._service_level = service_level
@@ -156,7 +158,8 @@ class HcclDevice:
             owner=generations.buffer,
         )
         self._open: set[Communicator] = set()
-        self._mutex = Mutex()  # for `_open`
+        self._deferred: dict[HeldRegion, None] = {}  # deregistered, but still bound
+        self._mutex = Mutex()  # for `_open` and `_deferred`
         # For the space into which tickets are read; not reentrant, so a signal handler gets None.
         self._reading = threading.Lock()
         self._is_shutting = self._is_shut = False
@@ -183,6 +186,7 @@ class HcclDevice:
             traffic_class=self._traffic_class,
             service_level=self._service_level,
             max_batch=self.product.max_batch,
+            peer=table.hixl,
         )
         try:
             # A thread that ends a region removes it from `regions` first, then looks at `_open`.
@@ -212,6 +216,9 @@ class HcclDevice:
         with self._mutex:
             if communicator.state == "closed":
                 self._open.discard(communicator)
+            deferred, self._deferred = self._deferred, {}
+        for held in deferred:
+            self._forget(held)
         self._finish()
 
     @property
@@ -241,7 +248,10 @@ class HcclDevice:
         return memoryview(words).cast("Q").tolist()
 
     def forget(self, held: HeldRegion) -> None:
-        """Deregister memory from HCCL; on return the caller may free it, if no owner keeps it."""
+        """Deregister memory from HCCL; on return the caller may free it, if no owner keeps it.
+
+        HIXL keeps it until all connections that bind it are closed.
+        """
         # Not in the background for host memory, since the caller may unpin it next.
         if held.is_kept and held.on_device:
             self.background.do(lambda: self._forget(held))
@@ -266,12 +276,20 @@ class HcclDevice:
         self.generations.close()
         if self.staging is not None:
             self._give_back(self.staging.close)
+        if self.server is not None:
+            self._give_back(self.server.close)
 
     def _forget(self, held: HeldRegion) -> None:
         with self._mutex:
             communicators = [
                 communicator for communicator in self._open if held.native in communicator.regions
             ]
+            if communicators and self.server is not None:
+                # HIXL wants its clients to be disconnected first: renew the connections.
+                self._deferred[held] = None
+                for communicator in communicators:
+                    communicator.disturb()
+                return
         for communicator in communicators:
             try:
                 communicator.unbind(held.native)

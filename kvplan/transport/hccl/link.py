@@ -142,13 +142,15 @@ class HcclLink(TransportLink):
     transport = "hccl"
     detects_freed: Literal["after"] = "after"
 
-    def __init__(self, hccl: HcclDevice, metadata: Metadata, connections: Connections) -> None:
+    def __init__(
+        self, hccl: HcclDevice, metadata: Metadata, connections: Connections, way: str = ""
+    ) -> None:
         super().__init__(metadata)
         self.hccl = hccl
         self._connections = connections
         self.renewable: Renewable = connections
         self.is_hccs = connections.is_hccs
-        self.way = "one-sided over HCCS" if self.is_hccs else "one-sided over RoCE"
+        self.way = way or f"one-sided over {'HCCS' if self.is_hccs else 'RoCE'}"
 
     @property
     def closed(self) -> bool:

@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from kvplan.transport import metadata
 from kvplan.transport.hccl.addresses import DeviceAddress
+from kvplan.transport.hccl.ports import ServerAddress
 from kvplan.transport.metadata import (
     Address,
     Extent,
@@ -79,7 +80,7 @@ class Range(metadata.Range, frozen=True):
 
 
 @resolved
-class Metadata(InstanceMetadata, frozen=True, tag="kvplan.hccl 3"):
+class Metadata(InstanceMetadata, frozen=True, tag="kvplan.hccl 4"):
     """Everything that a peer needs to reach the device of this process.
 
     Attributes:
@@ -89,6 +90,7 @@ class Metadata(InstanceMetadata, frozen=True, tag="kvplan.hccl 3"):
         newest: The highest number of a region so far. A later connection binds all regions up to
             this number that still exist.
         ranges: The registered memory.
+        server: The address of HIXL's server; None: HCCL's communicators connect both ends.
     """
 
     product: Name
@@ -96,6 +98,7 @@ class Metadata(InstanceMetadata, frozen=True, tag="kvplan.hccl 3"):
     generations: GenerationTableRef
     newest: Number
     ranges: tuple[Range, ...] = ()
+    server: ServerAddress | None = None
 
     def __post_init__(self) -> None:
         check_printable(product=self.product)

@@ -13,6 +13,7 @@ from weakref import WeakSet
 import numpy as np
 
 from kvnative._signals import Mutex
+from kvplan.status import unsupported
 from kvplan.transport.hccl.metadata import RegionRef
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class HeldRegion:
         return self.ref.address + self.ref.nbytes
 
     def close(self) -> None:
-        """Deregister the region from HCCL. No connection may bind it any more."""
+        """Deregister the region. No connection may bind it any more."""
         try:
             self.native.close()
         finally:
@@ -149,6 +150,11 @@ class Regions:
                     return self._cover(address, nbytes, whole, on_device=on_device, owner=owner)
             for region in leaving:  # HCCL refuses new regions that overlap these
                 self._forget(region)
+                if not region.is_closed:
+                    raise unsupported(
+                        f"[{start:#x}, {end:#x}) was deregistered, and HIXL keeps it until no "
+                        "connection from before that is left: unlink the peers first"
+                    )
 
     def _cover(
         self,

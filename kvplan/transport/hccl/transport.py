@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Literal
 
 from kvnative._backend import NativeError
+from kvnative._hccl import HixlPeer
 from kvnative._hccl_memory import HcclLibrary, Staging
 from kvplan.execution.task import native_error
 from kvplan.status import invalid, link_failed, unsupported
 from kvplan.system.logs import Log
 from kvplan.transport.hccl.addresses import (
+    RankTable,
     check_environment,
     device_address,
     is_over_hccs,
@@ -21,6 +24,7 @@ from kvplan.transport.hccl.connections import Connections
 from kvplan.transport.hccl.device import BackgroundWorker, GenerationTable, HcclDevice
 from kvplan.transport.hccl.link import HcclLink
 from kvplan.transport.hccl.metadata import Metadata
+from kvplan.transport.hccl.ports import packed_pair, requested, serve, why_unreachable
 from kvplan.transport.hccl.registrations import HcclRegistrations
 from kvplan.transport.metadata import tag_of
 from kvplan.transport.transport import Transport
@@ -28,18 +32,23 @@ from kvplan.transport.transport import Transport
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvnative._hccl_memory import Server
     from kvplan.device.ascend import AscendDevice, Product
+    from kvplan.transport.hccl.ports import ServerAddress
     from kvplan.transport.protocol import Kind, Streams
     from kvplan.transport.registrations import AnyRegistration
 
 _LOG = Log("kvplan")
 _CLOSING_S = 2.0  # timeout of closing unused connections
 _BUFFER_SETS = 2  # transfers that use the staging memory at a time, each with two slots
+_DEVICE: Final[frozenset[Literal["host", "device"]]] = frozenset({"device"})
 _LEAST_STAGING, _MOST_STAGING = 1 << 14, 1 << 32  # bytes, as a slot has 4 KiB to 1 GiB
 
 
 class HcclTransport(Transport):
     """The memory that this process offers over HCCL, and its links to peers on other devices.
+
+    In HIXL's client/server mode, HIXL takes the place of HCCL, and reaches only device memory.
 
     Close the transport before the device, and before the memory is freed. A forked child cannot use
     it.
@@ -64,17 +73,20 @@ class HcclTransport(Transport):
         service_level: int | None = None,
         staging_nbytes: int = 32 << 20,
         max_registrations: int = 65536,
+        hixl_address: str = "",
     ) -> None:
         """Make this process reachable.
 
         Args:
             device: The device of this process.
             local_comm_res: The address of the device, as for llm.LocalCommRes; empty: detected.
+                Version 1.3 selects HIXL's client/server mode.
             traffic_class, service_level: Of RDMA; None: the system's default.
             staging_nbytes: Bytes of device memory that stage local memory which HCCL does not
                 transfer directly, 2**14 to 2**32; 0: no staging.
             max_registrations: The maximum number at one time. Each takes 8 bytes of the device, as
                 does each possible lease.
+            hixl_address: IP address of this host, for HIXL's client/server mode.
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: the device has no one-sided transfers, HCCL is
@@ -89,15 +101,22 @@ class HcclTransport(Transport):
                 f"{_MOST_STAGING}]"
             )
         self._product = _product_of(device)
+        request = requested(local_comm_res, hixl_address)
+        if is_hixl := request is not None:
+            self._product = replace(self._product, max_batch=256, registers=_DEVICE, hccs=_DEVICE)
         check_environment()
-        self._address = device_address(device, local_comm_res)
+        self._address = device_address(device, "" if is_hixl else local_comm_res)
         self._instance = secrets.token_hex(16)
         self.reaches: frozenset[Kind] = self._product.registers
         self.maps_host = "host" in self.reaches and not device.notes_pins
         self._links: set[Connections] = set()
         self._background = BackgroundWorker(f"kvplan-hccl-{device.id}")
         try:
-            library = HcclLibrary.load(device.native.library)
+            library = HcclLibrary.load(device.native.library, client_server=is_hixl)
+            server: Server | None = None
+            self._server: ServerAddress | None = None
+            if request is not None:
+                server, self._server = serve(library, device, self._address, request)
             self._generations = GenerationTable(device, max_registrations)
             slot_nbytes = staging_nbytes // (2 * _BUFFER_SETS)
             staging = (
@@ -114,6 +133,7 @@ class HcclTransport(Transport):
                 self._background,
                 traffic_class,
                 service_level,
+                server,
             )
             tag = tag_of(self._instance)
             self._registrations: HcclRegistrations = HcclRegistrations(
@@ -142,8 +162,8 @@ class HcclTransport(Transport):
         peer = Metadata.from_bytes(metadata)
         if reason := self._refusal(peer):
             raise link_failed(reason)
-        table = table_of(self._address, peer.device)
-        is_hccs = is_over_hccs(self._product, self._address, peer.device)
+        table, way = self._way_to(peer)
+        is_hccs = table.hixl is not None or is_over_hccs(self._product, self._address, peer.device)
         connections = Connections(self._hccl, peer, table, session, self._metadata, is_hccs=is_hccs)
         with self._mutex:
             self._check_open()
@@ -154,7 +174,7 @@ class HcclTransport(Transport):
         except BaseException as error:
             connections.close(link_failed(f"the link was never connected: {error}"))
             raise
-        return HcclLink(self._hccl, peer, connections)
+        return HcclLink(self._hccl, peer, connections, way)
 
     def _close(self) -> None:
         # Connections are closed after their transfers, and the device after the connections.
@@ -180,8 +200,24 @@ class HcclTransport(Transport):
         ranges = tuple(registration.range for registration in registrations)
         newest = self._hccl.regions.newest
         return Metadata(
-            self._instance, self._product.name, self._address, self._generations.ref, newest, ranges
+            self._instance,
+            self._product.name,
+            self._address,
+            self._generations.ref,
+            newest,
+            ranges,
+            self._server,
         )
+
+    def _way_to(self, peer: Metadata) -> tuple[RankTable, str]:
+        """Return what connects to the peer, and a text if that is HIXL."""
+        if self._server is None or peer.server is None:
+            return table_of(self._address, peer.device), ""
+        local, remote, protocol = packed_pair(
+            (self._address, self._server), (peer.device, peer.server)
+        )
+        hixl = HixlPeer(local, remote, peer.server.address, peer.server.port)
+        return RankTable(hixl=hixl), f"one-sided over {protocol}, by HIXL"
 
     def _refusal(self, peer: Metadata) -> str | None:
         if peer.product != self._product.name:
@@ -189,6 +225,8 @@ class HcclTransport(Transport):
                 f"the peer's device is of product {peer.product}, this one of "
                 f"{self._product.name}; HCCL connects devices of one product"
             )
+        if self._server is not None or peer.server is not None:
+            return why_unreachable(self._server, peer.server)
         return why_not(self._address, peer.device)
 
     def _check_reachable(self, metadata: bytes) -> None:
