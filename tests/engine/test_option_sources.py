@@ -152,7 +152,7 @@ def test_invalid_variables(
         ("[kvplan]\nmax_links = true", "max_links=True must be text, a whole number or a table"),
         ("[kvplan]\nencrypt = 2", "encrypt=2 must be true or false"),
         ("[kvplan]\nmax_links = 1.5", "max_links=1.5 must be text, a whole number, true, false"),
-        ("[kvplan]\nnuma_node = 'x'", "'x' must be \"all\" or a number.*; numa_node is from .*toml"),
+        ("[kvplan]\nnuma_node = 'x'", "'x' must be \"all\" or a num.*; numa_node is from .*toml"),
         ("[kvplan]\nmax_links = 0", r"=0 is out of range \[1, 65536\]; max_links is from .*toml"),
         ("[kvplan]\ntransport = 'x'\nverify = 'x'", "'x' must be .*; verify is from .*: verify"),
     ],

@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvnative._backend import (
-    KVN_INVALID,
-    KVN_OK,
-    NativeError,
-    ThreadPool,
-    host_backend,
-    node_of,
-)
+from kvnative._backend import KVN_INVALID, KVN_OK, NativeError, ThreadPool, host_backend, node_of
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvnative._tuning import NEVER, Tuning, builtin_tuning, measure_copies
@@ -197,7 +190,7 @@ def test_options_are_checked() -> None:
     [
         ({0: [1024]}, r"nodes\[0\] has processor 1024: expected 0 to 1023"),
         ({3: [-1]}, r"nodes\[3\] has processor -1: expected 0 to 1023"),
-        (dict.fromkeys(range(65), [0]), "nodes has 65 nodes: expected at most 64"),
+        ({number: [0] for number in range(65)}, "nodes has 65 nodes: expected at most 64"),
     ],
 )
 def test_nodes_are_checked(nodes: dict[int, list[int]], expected: str) -> None:
