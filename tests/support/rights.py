@@ -30,6 +30,7 @@ _CALLS = {  # numbers on x86_64, aarch64
     "process_vm_writev": (311, 271),
     "pidfd_open": (434, 434),
     "pidfd_getfd": (438, 438),
+    "move_pages": (279, 239),
 }
 _DENY = """
     import ctypes, platform, struct
