@@ -479,6 +479,22 @@ static void one_thread_moves_both(void)
     kvn_pool_destroy(pool);
 }
 
+/* Addresses of another process are not asked for. */
+static void memory_of_others_has_no_node(void)
+{
+    int processors[2];
+    kvn_pool *pool = pool_of(2, processors);
+    kvn_job job;
+
+    begin_batch(KVN_CALLER_HURRIES);
+    add(SECOND, MIN);
+    kvn_job_init(&job, &batch, move_at_once, pool, (kvn_piece_limits){1, KVN_PIECE_MIN, false});
+    kvn_job_submit(&job, pool, total);
+    CHECK(num_calls == 0 && !job.nodes);
+    await(&job);
+    kvn_pool_destroy(pool);
+}
+
 /* Waits until all workers sleep. */
 static void wait_until_idle(kvn_pool *pool)
 {
@@ -505,6 +521,7 @@ static void the_right_one_wakes(void)
         memset(moved_by, 0, sizeof moved_by);
         for (int i = 0; i < 50; i++) {
             wait_until_idle(pool);
+            num_moved = 0;
             begin_batch(KVN_CALLER_HURRIES);
             add(numbers[node], MIN);
             submit(&job, pool, move_at_once);
@@ -600,6 +617,7 @@ int main(int count, char **arguments)
         {"each_moves_its_own", each_moves_its_own},
         {"the_idle_one_steals", the_idle_one_steals},
         {"one_thread_moves_both", one_thread_moves_both},
+        {"memory_of_others_has_no_node", memory_of_others_has_no_node},
         {"the_right_one_wakes", the_right_one_wakes},
         {"a_caller_moves_its_own_first", a_caller_moves_its_own_first},
         {"an_abort_leaves_the_rest_of_both", an_abort_leaves_the_rest_of_both},

@@ -25,7 +25,7 @@ CHECKS = {
         *("every_byte_is_claimed_once", "answers_are_kept_for_a_while", "the_kernel_knows_pages"),
         *("threads_are_spread", "threads_are_bound_to_their_nodes", "a_thread_knows_its_node"),
         *("each_moves_its_own", "the_idle_one_steals", "one_thread_moves_both"),
-        *("the_right_one_wakes", "a_caller_moves_its_own_first"),
+        *("memory_of_others_has_no_node", "the_right_one_wakes", "a_caller_moves_its_own_first"),
         "an_abort_leaves_the_rest_of_both",
     ),
     "announced": ("renewed_and_left", "no_place_in_a_hurry", "late_is_forgiven"),
