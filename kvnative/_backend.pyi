@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, Never, Self, final
 
 from kvnative._tuning import Tuning
@@ -25,6 +25,7 @@ __all__ = [
     "NativeError",
     "ThreadPool",
     "host_backend",
+    "node_of",
     "striped",
 ]
 
@@ -57,7 +58,12 @@ class CallError(NativeError):
 
 @final
 class ThreadPool:
-    def __new__(cls, threads: int | None = None, tuning: Tuning | None = None) -> Self: ...
+    def __new__(
+        cls,
+        threads: int | None = None,
+        tuning: Tuning | None = None,
+        nodes: Mapping[int, Collection[int]] | None = None,
+    ) -> Self: ...
     @property
     def tuning(self) -> Tuning: ...
     @property
@@ -70,5 +76,6 @@ class Backend:
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...
     name: Final[str]
 
+def node_of(address: int) -> int | None: ...
 def host_backend(pool: ThreadPool) -> Backend: ...
 def striped(backends: Sequence[Backend], *, min_nbytes: int) -> Backend: ...

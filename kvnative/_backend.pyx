@@ -2,6 +2,8 @@
 
 cimport cython
 from libc.errno cimport ENOMEM, errno
+from libc.stdint cimport uint64_t, uintptr_t
+from libc.string cimport memset
 from posix.unistd cimport getpid
 
 from kvnative cimport _native
@@ -17,7 +19,7 @@ __all__ = [
     "KVN_NO_DEVICE_MEMORY", "KVN_NO_MEMORY", "KVN_OK", "KVN_PEER_GONE", "KVN_PENDING",
     "KVN_REVOKED", "KVN_SUSPECT_REMOTE", "KVN_TIMEOUT", "KVN_UNMAPPED", "KVN_UNSUPPORTED",
     "MAX_STRIPES", "Backend", "CallError", "NativeError", "ThreadPool", "host_backend",
-    "striped",
+    "node_of", "striped",
 ]
 
 # Constants of status.h under the same names.
@@ -61,6 +63,35 @@ class CallError(NativeError):
         self.status = status
 
 
+cdef unsigned fill_nodes(object nodes, kvn_numa_node *each) except? 0xBAD:
+    cdef unsigned count = 0
+    if len(nodes) > KVN_MAX_NODES:
+        raise ValueError(f"nodes has {len(nodes)} nodes: expected at most {KVN_MAX_NODES}")
+    memset(each, 0, len(nodes) * sizeof(kvn_numa_node))
+    for number, processors in nodes.items():
+        each[count].number = number
+        for processor in processors:
+            if not 0 <= processor < CPU_SETSIZE:
+                raise ValueError(f"nodes[{number}] has processor {processor}: expected 0 to"
+                                 f" {CPU_SETSIZE - 1}")
+            CPU_SET(processor, &each[count].processors)
+        count += 1
+    return count
+
+
+def node_of(address):
+    """Return the NUMA node of the page at `address`; None: there is no page yet.
+
+    Raise OSError if the kernel does not tell, as in some containers.
+    """
+    cdef uint64_t place = address
+    cdef void *page = <void *><uintptr_t>place
+    cdef int number = -1
+    if kvn_numa_ask_kernel(1, &page, &number) != 0:
+        raise OSError(errno, os.strerror(errno))
+    return number if number >= 0 else None
+
+
 @cython.final
 @cython.auto_pickle(False)
 @cython.no_gc
@@ -73,17 +104,21 @@ cdef class ThreadPool:
         threads: number of threads, 1 to 64; None: that of the tuning.
         tuning: thresholds and piece sizes; None: the built-in ones, with one thread for each core
             that this process may use, at most 16.
+        nodes: NUMA nodes and the processors of each, over which the threads are spread. A thread
+            first moves what goes to memory of its node. None: the system chooses where threads run.
     """
 
-    def __cinit__(self, threads: int | None = None, tuning=None):
+    def __cinit__(self, threads: int | None = None, tuning=None, nodes=None):
         cdef kvn_tuning native
+        cdef kvn_numa_node each[KVN_MAX_NODES]
+        cdef unsigned num_nodes = fill_nodes(nodes or {}, each)
         if tuning is None:
             tuning = builtin_tuning()
         if threads is None:
             threads = tuning.threads
         if not 1 <= threads <= KVN_MAX_THREADS:
             raise ValueError(f"threads = {threads!r}: expected 1 to {KVN_MAX_THREADS}")
-        self.pool = kvn_pool_create(threads)
+        self.pool = kvn_pool_create(threads, each, num_nodes)
         if self.pool is NULL:
             raise NativeError(f"no pool of {threads} threads: {os.strerror(errno)}", errno)
         self.pid = getpid()

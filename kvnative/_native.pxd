@@ -49,12 +49,25 @@ cdef extern from "kvnative/backend.h" nogil:
         const char *name
         void (*destroy)(kvn_backend *self) noexcept nogil
 
+cdef extern from "host/numa.h" nogil:
+    enum:
+        KVN_MAX_NODES
+    ctypedef struct cpu_set_t:
+        pass
+    const size_t CPU_SETSIZE
+    void CPU_SET(size_t processor, cpu_set_t *set)
+    ctypedef struct kvn_numa_node:
+        int number
+        cpu_set_t processors
+    int kvn_numa_ask_kernel(unsigned long count, void **pages, int *numbers)
+
 cdef extern from "host/pool.h" nogil:
     enum:
         KVN_MAX_THREADS
     ctypedef struct kvn_pool:
         pass
-    kvn_pool *kvn_pool_create(unsigned threads)
+    kvn_pool *kvn_pool_create(
+        unsigned threads, const kvn_numa_node *nodes, unsigned num_nodes)
     unsigned kvn_pool_threads(const kvn_pool *pool)
     uint64_t kvn_pool_looks(kvn_pool *pool)
     void kvn_pool_tune(kvn_pool *pool, const kvn_tuning *tuning)

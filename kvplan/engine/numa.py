@@ -1,4 +1,4 @@
-"""NUMA nodes of this machine, and copies by threads on the processors of one node."""
+"""NUMA nodes of this machine, and copies by threads on the processors of one node, or of all."""
 
 from __future__ import annotations
 
@@ -8,12 +8,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
+from kvnative._backend import node_of
+from kvplan.engine.telemetry import logger
 from kvplan.execution import Transfers, default_transfers
 from kvplan.planning.texts import plural
 from kvplan.status import invalid
+from kvplan.validation import check_range, shown
 
 MAX_NODE: Final = 1023
 """Largest node number of Linux."""
+
+ALL_NODES: Final = "all"
+"""The choice of the processors of all nodes; the system chooses the node of memory."""
+
+
+def check_choice_of_node(name: str, value: object) -> None:
+    """Refuse a value that is neither `ALL_NODES` nor a number that a node can have."""
+    if isinstance(value, str) and value != ALL_NODES:
+        raise invalid(f'{name}={shown(value)} must be "{ALL_NODES}" or a number in [0, {MAX_NODE}]')
+    if value != ALL_NODES:
+        check_range(name, value, 0, MAX_NODE)
 
 
 def numa_nodes(root: Path = Path("/")) -> dict[int, frozenset[int]]:
@@ -31,9 +47,9 @@ def numa_nodes(root: Path = Path("/")) -> dict[int, frozenset[int]]:
         return {}
 
 
-def check_node(name: str, node: int, nodes: Mapping[int, frozenset[int]]) -> None:
+def check_node(name: str, node: int | str, nodes: Mapping[int, frozenset[int]]) -> None:
     """Refuse a node that this machine does not have: LLM_PARAM_INVALID."""
-    if node in nodes:
+    if node in nodes or node == ALL_NODES:
         return
     if not nodes:
         raise invalid(f"{name}={node}: the kernel of this machine does not list NUMA nodes")
@@ -46,17 +62,36 @@ def check_node(name: str, node: int, nodes: Mapping[int, frozenset[int]]) -> Non
 
 
 def transfers_on(
-    node: int | None, nodes: Mapping[int, frozenset[int]], tuning: str | None
+    node: int | str | None, nodes: Mapping[int, frozenset[int]], tuning: str | None
 ) -> Transfers:
-    """Return this process's transfers with threads on the processors of `node`.
+    """Return this process's transfers with threads on the processors of `node`, or of all nodes.
 
     The threads run on any processor if `node` is None, the only node, or has no usable processor.
+    On all nodes they do so as well if only one has usable processors, or the kernel does not tell
+    the node of a page.
     """
-    usable = frozenset() if node is None else nodes[node] & os.sched_getaffinity(0)
+    allowed = os.sched_getaffinity(0)
+    usable = tuple(
+        (number, processors & allowed)
+        for number, processors in nodes.items()
+        if node in (number, ALL_NODES) and processors & allowed
+    )
     if len(nodes) < 2 or not usable:
         return default_transfers(tuning)
-    with _running_on(usable):  # new threads inherit the affinity of this one
+    if node == ALL_NODES:
+        return default_transfers(tuning, usable if len(usable) > 1 and _are_pages_told() else ())
+    with _running_on(usable[0][1]):  # new threads inherit the affinity of this one
         return default_transfers(tuning, usable)
+
+
+def _are_pages_told() -> bool:
+    """Return whether the kernel tells the node of a page; log if it does not."""
+    try:
+        node_of(np.zeros(1).ctypes.data)
+    except OSError as error:
+        logger.warning("event=numa_node_all_without_effect reason=move_pages: %s", error)
+        return False
+    return True
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from stat import S_ISREG
 from typing import Any, Final, TypeVar
 
 from kvplan.control.endpoint import Endpoint
+from kvplan.engine.numa import ALL_NODES, MAX_NODE, check_choice_of_node
 from kvplan.engine.pools import PoolConfig
 from kvplan.execution.tuning import check_choice
 from kvplan.execution.verification import verify_every
@@ -312,6 +313,11 @@ VERIFY: Final = Kind(_check_verify, values="`off`, `all`, `sample:1/N`")
 CONGESTION: Final = Kind(_check_congestion, values="name")
 TRAFFIC_CLASS: Final = Kind(_check_traffic_class, whole, "multiple of 4 in [0, 255]")
 BACKEND: Final = Kind(_check_backend)
+NODE: Final = Kind(
+    check_choice_of_node,
+    lambda _name, text: int(text) if re.fullmatch("-?[0-9]{1,20}", text) else text,
+    f"[0, {MAX_NODE}], `{ALL_NODES}`",
+)
 TUNING: Final = Kind(check_choice, values="`auto`, `builtin`, JSON")
 UCX_DEVICES: Final = Kind(check_devices, values="names")
 UCX_SETTINGS: Final = Kind(check_settings, values="JSON")

@@ -11,7 +11,6 @@ from typing import Final
 
 from kvplan.device.choice import ACCELERATORS, CUDA_CONTEXTS
 from kvplan.engine import option_kinds as kinds
-from kvplan.engine.numa import MAX_NODE
 from kvplan.engine.option_kinds import (
     INT32,
     PORT_MAX,
@@ -90,10 +89,12 @@ class OptionRows:
         "`collapse`: also without `prefault`, in the background, as memory fills; `hugetlb`: "
         "pages reserved by the administrator (`sysctl vm.nr_hugepages`); `small`: pages of 4 KiB.",
         see="caches.md#pages")
-    numa_node: int | None = option(
-        None, number(0, MAX_NODE),
-        "NUMA node of that memory, while the node has free memory, and whose processors copy "
-        "for this engine if the machine has several nodes. None: the system chooses.",
+    numa_node: int | str | None = option(
+        None, kinds.NODE,
+        "NUMA node of that memory, while the node has free memory, and whose processors copy for "
+        "this engine if the machine has several nodes. `all`: the threads that copy are spread "
+        "over the nodes, and first copy to memory of their own; the system chooses where memory "
+        "comes from. None: the system chooses both.",
         see="caches.md#pages")
     populate: str = option(
         "background", one_of(POPULATE),

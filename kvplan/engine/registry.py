@@ -78,7 +78,7 @@ class CacheRegistry:
             prefault=options.prefault,
             allow_overcommit=options.allow_overcommit,
             pages=options.pages,
-            numa_node=options.numa_node,
+            numa_node=options.numa_node if isinstance(options.numa_node, int) else None,
         )
         # Re-entrant: a finalizer of the garbage collector or a signal handler may enter again. So
         # loops run over copies, and an entry that was just seen may be gone.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Final, Literal, Self, cast
 from weakref import WeakKeyDictionary, ref
@@ -42,6 +42,9 @@ SMALL_NBYTES: Final = 64 << 10 if _HAS_GIL else 0
 The copy holds the GIL, on which `close` relies. Without a GIL every transfer has a task.
 """
 
+Nodes = tuple[tuple[int, frozenset[int]], ...]
+"""NUMA nodes with the processors of each."""
+
 _NUMBERS: Final = (int, float)
 _LONG_MS: Final = 1 << 63  # the executor handles longer timeouts, even beyond every float
 
@@ -54,6 +57,8 @@ class Transfers:
         wrap: called with each backend; returns the backend to use, such as a wrapper for faults,
             delays, limits or traces.
         tuning: the tuning of copies; None: the built-in one.
+        nodes: the processors of each NUMA node to spread the threads over, which then first copy
+            to memory of their node; None: the system chooses where threads run.
 
     Attributes:
         rows: lowers requests without a plan.
@@ -68,9 +73,10 @@ class Transfers:
         threads: int | None = None,
         wrap: Callable[[Backend], Backend] | None = None,
         tuning: Tuning | None = None,
+        nodes: Mapping[int, Collection[int]] | None = None,
     ) -> None:
         try:
-            self._pool = ThreadPool(threads, tuning)
+            self._pool = ThreadPool(threads, tuning, nodes)
         except (NativeError, MemoryError) as error:
             raise system_error("copying threads", error) from error
         self._wrap = wrap
@@ -373,25 +379,24 @@ class Transfers:
         self.close()
 
 
-def default_transfers(
-    tuning: str | None = None, processors: frozenset[int] | None = None
-) -> Transfers:
+def default_transfers(tuning: str | None = None, nodes: Nodes = ()) -> Transfers:
     """Return the `Transfers` of this process, made at first use; a forked child has its own.
 
     Args:
-        tuning: as for `choose`; callers with the same tuning share threads.
-        processors: the processors that this thread, and so the copying threads, are bound to;
-            None: not bound.
+        tuning: as for `choose`; callers with the same tuning and nodes share threads.
+        nodes: as for `Transfers`, if there are several, and a thread for each. To one node this
+            thread is bound, and so the copying threads are.
 
     Raises:
         LLMException: LLM_PARAM_INVALID: the tuning is invalid.
     """
-    return _transfers_of(os.getpid(), tuning, processors)
+    return _transfers_of(os.getpid(), tuning, nodes)
 
 
 @cache
-def _transfers_of(_pid: int, tuning: str | None, _processors: frozenset[int] | None) -> Transfers:
-    return Transfers(tuning=choose(tuning).tuning)
+def _transfers_of(_pid: int, tuning: str | None, nodes: Nodes) -> Transfers:
+    chosen = choose(tuning).tuning
+    return Transfers(tuning=chosen, nodes=dict(nodes) if 1 < len(nodes) <= chosen.threads else None)
 
 
 def submit(plan: Plan, src: Memory, dst: Memory) -> TransferTask:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvplan import LlmDataDist, LlmRole
+from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole
 from kvplan.engine.numa import check_node, numa_nodes, transfers_on
 from kvplan.execution import default_transfers
 from kvplan.status import LLMStatusCode
@@ -80,8 +80,42 @@ def test_copying_threads_run_on_the_processors_of_the_node() -> None:
     assert os.sched_getaffinity(0) == own
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_copying_threads_are_spread_over_all_nodes() -> None:
+    """The third node has no processors that this process may use; the fourth has none at all."""
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    nodes = {
+        0: frozenset({first}),
+        1: frozenset({second}),
+        2: frozenset({1023}),
+        3: frozenset(),
+    }
+    before, own = copying_threads(), os.sched_getaffinity(0)
+    transfers = transfers_on("all", nodes, '{"threads": 4}')
+    new = [cores for tid, cores in copying_threads().items() if tid not in before]
+    assert sorted(map(sorted, new)) == [[first], [first], [second], [second]]
+    assert transfers.threads == 4
+    assert transfers_on("all", nodes, '{"threads": 4}') is transfers
+    assert os.sched_getaffinity(0) == own
+    # A thread alone is not bound to one of the nodes.
+    assert transfers_on("all", nodes, '{"threads": 1}').threads == 1
+    new = [cores for tid, cores in copying_threads().items() if tid not in before]
+    assert new.count(own) == 1
+
+
+def test_an_engine_that_copies_on_all_nodes_leaves_its_memory_to_the_system() -> None:
+    with LlmDataDist(1, LlmRole.MIX) as engine:
+        engine.initialize({"kvplan.numa_node": "all"})
+        cache = engine.allocate_cache(CacheDesc(1, (1 << 16,), DataType.DT_UINT8))
+        policies = Path("/proc/self/numa_maps").read_text().splitlines()
+        (own,) = [row for row in policies if int(row.split()[0], 16) == cache.tensor_addrs[0]]
+        assert own.split()[1] == "default"
+
+
 def test_without_a_choice_of_node_the_process_shares_its_threads() -> None:
     everywhere = frozenset(os.sched_getaffinity(0))
     assert transfers_on(None, {}, None) is default_transfers()
     assert transfers_on(0, {0: everywhere}, None) is default_transfers()
     assert transfers_on(1, {0: everywhere, 1: frozenset()}, None) is default_transfers()
+    for nodes in ({}, {0: everywhere}, {0: everywhere, 1: frozenset()}):
+        assert transfers_on("all", nodes, None) is default_transfers()

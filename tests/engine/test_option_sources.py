@@ -84,6 +84,20 @@ def test_arguments_precede_the_environment_which_precedes_the_file(
     assert found.mem_pool_config == PoolConfig(1048576)
 
 
+@pytest.mark.parametrize("surface", SURFACES)
+def test_one_node_or_all(surface: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, path = SURFACES[surface], tmp_path / "options.toml"
+    monkeypatch.setenv("KVPLAN_OPTIONS_FILE", str(path))
+    for text, expected in (('"all"', "all"), ('"0"', 0), ("0", 0)):
+        path.write_text(f"[kvplan]\nnuma_node = {text}\n")
+        assert make({}).numa_node == expected
+    monkeypatch.setenv("KVPLAN_NUMA_NODE", "all")
+    assert make({}).numa_node == "all"
+    assert make({"kvplan.numa_node": "0"}).numa_node == 0
+    with refused(INVALID, r"numa_node\)='some' must be \"all\" or a number in \[0, 1023\]"):
+        make({"kvplan.numa_node": "some"})
+
+
 def test_a_file_is_read_by_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPLAN_MAX_LINKS", "9")
     found = Options.from_file(file, transport="local")
@@ -114,6 +128,7 @@ def test_set_role_ignores_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
         ("MAX_LINKS", "many", "KVPLAN_MAX_LINKS='many' must be one whole number"),
         ("ENCRYPT", "yes", 'KVPLAN_ENCRYPT=\'yes\' must be "0" or "1"'),
         ("PAGES", "big", "one of auto.*; pages is from environment variable KVPLAN_PAGES"),
+        ("NUMA_NODE", "a", '"all" or a number .*; numa_node is from .*variable KVPLAN_NUMA_NODE'),
         ("MEM_POOL_CONFIG", '{"memory_size": -1}', "KVPLAN_MEM_POOL_CONFIG=.*memory_size"),
         ("HEARTBEAT_INTERVAL_MS", "6000", "must be more than heartbeat_interval_ms=6000; heartb"),
         ("OPTIONS_FILE", "/none.toml", "none.toml: the file of options cannot be read: .*No such"),
@@ -137,6 +152,7 @@ def test_invalid_variables(
         ("[kvplan]\nmax_links = true", "max_links=True must be text, a whole number or a table"),
         ("[kvplan]\nencrypt = 2", "encrypt=2 must be true or false"),
         ("[kvplan]\nmax_links = 1.5", "max_links=1.5 must be text, a whole number, true, false"),
+        ("[kvplan]\nnuma_node = 'x'", "'x' must be \"all\" or a num.*; numa_node is from .*toml"),
         ("[kvplan]\nmax_links = 0", r"=0 is out of range \[1, 65536\]; max_links is from .*toml"),
         ("[kvplan]\ntransport = 'x'\nverify = 'x'", "'x' must be .*; verify is from .*: verify"),
     ],

@@ -45,6 +45,7 @@ from tests.support.refusals import refused
         ("kvplan.encrypt", "1", "encrypt", True),
         ("kvplan.pages", "hugetlb", "pages", "hugetlb"),
         ("kvplan.numa_node", "1023", "numa_node", 1023),
+        ("kvplan.numa_node", "all", "numa_node", "all"),
         ("kvplan.populate", "off", "populate", "off"),
     ],
 )  # fmt: skip
@@ -146,6 +147,7 @@ def test_a_key_that_resembles_the_listen_address_is_refused(key):
         ("kvplan.pages", "large", "'large' must be one of auto, collapse, small, hugetlb"),
         ("kvplan.numa_node", "-1", "numa_node .*-1 is out of range"),
         ("kvplan.numa_node", "1024", "range \\[0, 1023\\]"),
+        ("kvplan.numa_node", "both", 'numa_node\\)=.both. must be "all" or a number in .0, 1023'),
         ("kvplan.populate", "1", "'1' must be one of background, now, off"),
         ("llm.LinkRetryCount", "101", "range \\[1, 100\\]"),
         ("llm.LinkTotalTime", "4294967296", "range"),

@@ -69,7 +69,7 @@ static void submit_as(kvn_job *job, kvn_pool *pool, kvn_move move, void *context
     static size_t num_reports;
     const kvn_columns batch = {.dst = numbers, .src = numbers, .nbytes = numbers, .count = threads,
                                .caller = caller};
-    kvn_job_init(job, &batch, move, context, (kvn_piece_limits){1, KVN_PIECE_MIN},
+    kvn_job_init(job, &batch, move, context, (kvn_piece_limits){1, KVN_PIECE_MIN, false},
                  &reports[num_reports++]);
     kvn_job_submit(job, pool, 0);
 }
@@ -139,7 +139,7 @@ static void move_one(kvn_pool *pool, int64_t ended_ns)
     while (!sleeps) {
         sched_yield();
         pthread_mutex_lock(&pool->mutex);
-        sleeps = pool->idle == pool->threads;
+        sleeps = pool->crews[0].idle == pool->threads;
         pthread_mutex_unlock(&pool->mutex);
     }
     kvn_job_release(&job);
@@ -162,7 +162,7 @@ static unsigned places_for(kvn_pool *pool, kvn_caller caller, int64_t caller_ns)
     static uint64_t number;
     kvn_job job = {.batch = {.nbytes = &number, .count = 1, .caller = caller}, .caller_ns = caller_ns};
     kvn_list_push_back(&pool->queue, &job.queued);
-    const unsigned places = free_places(pool);
+    const unsigned places = kvn_free_places(pool);
     kvn_list_remove(&job.queued);
     return places;
 }
@@ -207,7 +207,7 @@ int main(int argc, char **argv)
     threads = is_first || are_looks ? 1 : are_places ? 2 : (unsigned)atoi(what);
     clock_gettime(CLOCK_REALTIME, &deadline);
     deadline.tv_sec += DEADLINE_S;
-    kvn_pool *pool = kvn_pool_create(threads);
+    kvn_pool *pool = kvn_pool_create(threads, NULL, 0);
     if (is_first || are_looks || are_places) {
         const int failed = is_first ? order(pool) : are_looks ? looks(pool) : places(pool);
         kvn_pool_destroy(pool);

@@ -219,7 +219,7 @@ static int note_thread(void *context, const kvn_columns *batch, const kvn_piece 
 static void small_batches_in_a_hurry(void)
 {
     static const kvn_backend_vtable vtable = KVN_POOLED_VTABLE("said", NULL);
-    kvn_pool *pool = kvn_pool_create(1);
+    kvn_pool *pool = kvn_pool_create(1, NULL, 0);
     kvn_columns columns = columns_of(2);
     kvn_pooled pooled;
 

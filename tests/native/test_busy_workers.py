@@ -131,7 +131,10 @@ def pool_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     target = tmp_path_factory.mktemp("pool") / "pool"
-    names = ("host/job.c", "host/copy.c", "core/report.c", "core/thread.c")
+    names = (
+        *("host/job.c", "host/numa.c", "host/places.c", "host/copy.c"),
+        *("core/report.c", "core/thread.c"),
+    )
     sources = [ROOT / "tests/native/pool_main.c", *(ROOT / "kvnative/src" / name for name in names)]
     includes = [f"-I{ROOT / name}" for name in ("kvnative/src", "include")]
     flags = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-pthread", "-Wall", "-Wextra", "-Werror"]

@@ -1,11 +1,15 @@
 """The host backend against NumPy: every copy, inline and on the pool."""
 
+import os
+from mmap import mmap
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvnative._backend import KVN_INVALID, KVN_OK, ThreadPool, host_backend
+from kvnative._backend import KVN_INVALID, KVN_OK, NativeError, ThreadPool, host_backend, node_of
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvnative._tuning import NEVER, Tuning, builtin_tuning, measure_copies
@@ -15,7 +19,9 @@ POOL = ThreadPool(3)
 EXECUTOR = Executor(host_backend(POOL))
 PLAIN = Executor(host_backend(ThreadPool(3, builtin_tuning()._replace(bypass_nbytes=NEVER))))
 PAST_CACHES = Executor(host_backend(ThreadPool(3, builtin_tuning()._replace(bypass_nbytes=0))))
-EXECUTORS = [EXECUTOR, PLAIN, PAST_CACHES]
+PROCESSORS = sorted(os.sched_getaffinity(0))
+ON_NODES = Executor(host_backend(ThreadPool(3, nodes={0: PROCESSORS[:1], 7: PROCESSORS[-1:]})))
+EXECUTORS = [EXECUTOR, PLAIN, PAST_CACHES, ON_NODES]
 each_copy = pytest.mark.parametrize("executor", [PLAIN, PAST_CACHES], ids=["plain", "past-caches"])
 
 small = st.lists(st.integers(1, 2000), min_size=1, max_size=40)
@@ -177,6 +183,38 @@ def test_options_are_checked() -> None:
     for threads in (0, 65, -1):
         with pytest.raises(ValueError, match=rf"threads = {threads}: expected 1 to 64"):
             ThreadPool(threads)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ({0: [1024]}, r"nodes\[0\] has processor 1024: expected 0 to 1023"),
+        ({3: [-1]}, r"nodes\[3\] has processor -1: expected 0 to 1023"),
+        ({number: [0] for number in range(65)}, "nodes has 65 nodes: expected at most 64"),
+    ],
+)
+def test_nodes_are_checked(nodes: dict[int, list[int]], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        ThreadPool(2, nodes=nodes)
+
+
+def test_a_node_whose_processors_this_process_lacks_is_refused() -> None:
+    with pytest.raises(NativeError, match="no pool of 2 threads: Invalid argument"):
+        ThreadPool(2, nodes={0: PROCESSORS[:1], 1: [1023]})
+
+
+def test_the_node_of_a_page_that_exists() -> None:
+    with mmap(-1, 4096) as memory:
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        assert node_of(address) is None
+        memory[0] = 1
+        assert node_of(address) in numbers_of_nodes()
+
+
+def numbers_of_nodes() -> set[int]:
+    """Return the numbers of the nodes of this machine."""
+    folders = Path("/sys/devices/system/node").glob("node[0-9]*")
+    return {int(folder.name.removeprefix("node")) for folder in folders}
 
 
 def test_the_backend_has_a_name() -> None:

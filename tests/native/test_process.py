@@ -69,9 +69,11 @@ def content() -> Bytes:
     return np.repeat(np.arange(NBYTES // PAGE) * 7 % 256, PAGE).astype(np.uint8)
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids=["one thread", "three threads"])
+@pytest.fixture(scope="module", params=["one thread", "three threads", "two nodes"])
 def pool(request: pytest.FixtureRequest) -> ThreadPool:
-    return ThreadPool(request.param)
+    cores = sorted(os.sched_getaffinity(0))
+    nodes = {0: cores[:1], 7: cores[-1:]} if request.param == "two nodes" else None
+    return ThreadPool(1 if request.param == "one thread" else 3, nodes=nodes)
 
 
 def run(pool: ThreadPool, pid: int, direction: str, dst: object, src: object, n: object) -> Report:

@@ -27,7 +27,7 @@ static void helper_leaves(void)
 {
     enum { PIECES = 20 };
     static uint64_t nbytes[PIECES], nowhere[PIECES];
-    kvn_pool *pool = kvn_pool_create(1);
+    kvn_pool *pool = kvn_pool_create(1, NULL, 0);
     const kvn_columns columns = {.dst = nowhere, .src = nowhere, .nbytes = nbytes, .count = PIECES,
                                  .caller = KVN_CALLER_WAITS};
 
@@ -39,7 +39,7 @@ static void helper_leaves(void)
         uint64_t bytes_done;
         kvn_job job;
 
-        kvn_job_init(&job, &columns, move_slowly, NULL, (kvn_piece_limits){1, KVN_PIECE_MIN}, &report);
+        kvn_job_init(&job, &columns, move_slowly, NULL, (kvn_piece_limits){1, KVN_PIECE_MIN, false}, &report);
         kvn_job_submit(&job, pool, (uint64_t)PIECES * KVN_PIECE_MIN);
         kvn_job_wait(&job, kvn_now_ns() + 1000000);
         while (kvn_job_poll(&job, &bytes_done) == KVN_PENDING) {
@@ -70,10 +70,10 @@ static void give_up_between_pieces(void)
         kvn_report report;
         kvn_job job;
 
-        kvn_job_init(&job, &columns, NULL, NULL, (kvn_piece_limits){COUNT, MIN}, &report);
+        kvn_job_init(&job, &columns, NULL, NULL, (kvn_piece_limits){COUNT, MIN, false}, &report);
         kvn_job_start(&job, total);
         for (int i = 0; i < pieces && kvn_job_has_unclaimed(&job); i++) {
-            kvn_job_claim(&job, 1, &piece);
+            kvn_job_claim(&job, 1, 0, &piece);
             claimed += piece.nbytes;
         }
         while (whole < COUNT && end + nbytes[whole] <= claimed)
@@ -173,7 +173,7 @@ static void check_all_wake(waited *it, int (*const *calls)(waited *it), size_t c
 
 static void all_who_wait_wake(void)
 {
-    kvn_pool *pool = kvn_pool_create(1);
+    kvn_pool *pool = kvn_pool_create(1, NULL, 0);
     kvn_pooled backend;
     const kvn_columns columns = columns_of(1);
     waited it = {.backend = &backend.base};
@@ -220,7 +220,7 @@ static void bytes_beside_a_wait(void)
 {
     static const uint64_t nbytes[2] = {KVN_PIECE_MIN, KVN_PIECE_MIN}, nowhere[2];
     const kvn_columns columns = {.dst = nowhere, .src = nowhere, .nbytes = nbytes, .count = 2};
-    kvn_pool *pool = kvn_pool_create(1);
+    kvn_pool *pool = kvn_pool_create(1, NULL, 0);
     kvn_pooled backend;
     waited it = {.backend = &backend.base};
     caller waiting = {wait_for_the_task, &it, 0};

@@ -45,7 +45,11 @@ LACKS = (
     Lack(
         "memory of a NUMA node",
         "mbind and move_pages do not exist (ENOSYS).",
-        ("tests/native/test_pages.py::TestNode::test_others_are_refused*",),
+        (
+            "tests/native/test_pages.py::TestNode::test_others_are_refused*",
+            "tests/native/test_host_backend.py::test_the_node_of_a_page_that_exists",
+            "tests/engine/test_numa.py::test_copying_threads_are_spread_over_all_nodes",
+        ),
     ),
     Lack(
         "a word that says that a peer lives",

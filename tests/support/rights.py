@@ -31,6 +31,7 @@ _CALLS = {  # numbers on x86_64, aarch64
     "pidfd_open": (434, 434),
     "pidfd_getfd": (438, 438),
     "ftruncate": (77, 46),
+    "move_pages": (279, 239),
 }
 _DENY = """
     import ctypes, platform, struct

@@ -90,6 +90,7 @@ kvn_backend *kvn_host_create(kvn_pool *pool)
         return NULL;
     kvn_pooled_init(&self->pooled, &HOST_VTABLE, pool, move);
     self->pooled.piece.descriptors = PIECE_DESCRIPTORS;
+    self->pooled.piece.by_node = true;
     self->pooled.inline_nbytes = INLINE_NBYTES;
     return &self->pooled.base;
 }

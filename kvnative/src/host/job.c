@@ -1,10 +1,12 @@
 /* Cuts a batch into pieces, and keeps the outcomes of moved pieces. */
 #include "host/job.h"
 
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "core/report.h"
+#include "core/thread.h"
 
 void kvn_job_init(kvn_job *job, const kvn_columns *batch, kvn_move move, void *context,
                   kvn_piece_limits limits, kvn_report *report)
@@ -14,15 +16,87 @@ void kvn_job_init(kvn_job *job, const kvn_columns *batch, kvn_move move, void *c
     job->move = move;
     job->context = context;
     job->limits = limits;
+    job->shares = &job->whole;
+    job->num_shares = 1;
     job->report = report;
     kvn_report_begin(report);
 }
 
 void kvn_job_start(kvn_job *job, uint64_t total)
 {
-    job->total = job->unclaimed = total;
+    job->total = job->unclaimed = job->whole.unclaimed = total;
+    job->num_open = job->batch.count > 0;
     job->report->status = KVN_OK;
 }
+
+/* ---- shares ---- */
+
+void kvn_job_share(kvn_job *job, kvn_numa *numa)
+{
+    const uint64_t count = job->batch.count;
+    const unsigned num_shares = numa->count + 1;
+    const int64_t now_ns = kvn_now_ns();
+    kvn_share *shares = malloc(num_shares * sizeof *shares + count);
+    uint8_t *nodes = (uint8_t *)(shares + num_shares);
+    uint64_t run = KVN_PIECE_MIN; /* bytes since the node has changed */
+    unsigned node = numa->count;
+
+    if (!shares)
+        return;
+    for (unsigned i = 0; i < num_shares; i++)
+        shares[i] = (kvn_share){.cursor = count};
+    kvn_numa_learn(numa, &job->batch, job->total / KVN_PIECE_MIN, now_ns);
+    job->num_open = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        const unsigned next =
+            run < KVN_PIECE_MIN ? node : kvn_numa_of(numa, job->batch.dst[i], now_ns);
+        run = next == node ? run : 0;
+        node = next;
+        run += job->batch.nbytes[i] < KVN_PIECE_MIN ? job->batch.nbytes[i] : KVN_PIECE_MIN;
+        nodes[i] = (uint8_t)node;
+        shares[node].unclaimed += job->batch.nbytes[i];
+        if (shares[node].cursor == count) {
+            shares[node].cursor = i;
+            job->num_open++;
+        }
+    }
+    job->shares = shares;
+    job->num_shares = num_shares;
+    job->nodes = nodes;
+}
+
+void kvn_job_unshare(kvn_job *job)
+{
+    if (job->nodes)
+        free(job->shares);
+}
+
+static bool is_open(const kvn_job *job, const kvn_share *share)
+{
+    return share->cursor < job->batch.count;
+}
+
+static kvn_share *share_for(const kvn_job *job, unsigned node)
+{
+    kvn_share *best = &job->shares[node], *without = &job->shares[job->num_shares - 1];
+
+    if (is_open(job, best))
+        return best;
+    best = without;
+    for (unsigned i = 0; i < job->num_shares && !is_open(job, without); i++) {
+        kvn_share *share = &job->shares[i];
+        if (is_open(job, share) && (!is_open(job, best) || share->unclaimed > best->unclaimed))
+            best = share;
+    }
+    return best;
+}
+
+static bool is_in(const kvn_job *job, uint64_t index, const kvn_share *share)
+{
+    return !job->nodes || &job->shares[job->nodes[index]] == share;
+}
+
+/* ---- pieces ---- */
 
 /* A piece is half of a fair share of the rest: large at first, small at the end. */
 static uint64_t piece_target(const kvn_job *job, unsigned threads)
@@ -45,16 +119,16 @@ static uint64_t cut(const kvn_job *job, uint64_t index, uint64_t skip, uint64_t 
     return room > over ? room - over : 0;
 }
 
-static void claim(kvn_job *job, uint64_t target, kvn_piece *piece)
+static void claim(kvn_job *job, kvn_share *share, uint64_t target, kvn_piece *piece)
 {
     const uint64_t *nbytes = job->batch.nbytes;
-    uint64_t index = job->cursor, skip = job->cursor_skip, taken = 0;
-    uint64_t limit = job->batch.count - index > job->limits.descriptors ? index + job->limits.descriptors
-                                                                     : job->batch.count;
+    const uint64_t count = job->batch.count;
+    uint64_t index = share->cursor, skip = share->cursor_skip, taken = 0;
+    uint64_t limit = count - index > job->limits.descriptors ? index + job->limits.descriptors : count;
 
     piece->first = index;
     piece->skip = skip;
-    while (index < limit && taken < target) {
+    while (index < limit && taken < target && is_in(job, index, share)) {
         uint64_t left = nbytes[index] - skip, room = target - taken;
         if (left > room && left > KVN_PIECE_MIN) {
             uint64_t part = cut(job, index, skip, room);
@@ -70,22 +144,35 @@ static void claim(kvn_job *job, uint64_t target, kvn_piece *piece)
     piece->last = skip > (index == piece->first ? piece->skip : 0) ? index + 1 : index;
     piece->nbytes = taken;
     piece->batch_nbytes = job->total;
-    job->cursor = index;
-    job->cursor_skip = skip;
+    while (index < count && !is_in(job, index, share))
+        index++;
+    share->cursor = index;
+    share->cursor_skip = skip;
+    share->unclaimed -= taken;
     job->unclaimed -= taken;
+    job->num_open -= index == count;
 }
 
-void kvn_job_claim(kvn_job *job, unsigned threads, kvn_piece *piece)
+void kvn_job_claim(kvn_job *job, unsigned threads, unsigned node, kvn_piece *piece)
 {
-    claim(job, piece_target(job, threads), piece);
+    claim(job, job->nodes ? share_for(job, node) : &job->whole, piece_target(job, threads), piece);
 }
 
 /* Unclaimed bytes stay unconfirmed, and so do partly claimed descriptors. */
 void kvn_job_abandon(kvn_job *job)
 {
-    kvn_report_add_span(job->report, job->cursor, job->batch.count);
-    job->cursor = job->batch.count;
-    job->cursor_skip = 0;
+    const uint64_t count = job->batch.count;
+    uint64_t first = job->nodes ? 0 : job->whole.cursor;
+
+    for (uint64_t i = 0; job->nodes && i < count; i++)
+        if (i < job->shares[job->nodes[i]].cursor) {
+            kvn_report_add_span(job->report, first, i);
+            first = i + 1;
+        }
+    kvn_report_add_span(job->report, first, count);
+    for (unsigned i = 0; i < job->num_shares; i++)
+        job->shares[i] = (kvn_share){.cursor = count};
+    job->num_open = 0;
 }
 
 void kvn_job_fail(kvn_job *job, const kvn_piece *piece, int status, kvn_fault *fault)
@@ -141,7 +228,7 @@ void kvn_job_run(kvn_job *job, uint64_t total)
         kvn_fault fault;
         int status;
 
-        claim(job, UINT64_MAX, &piece);
+        claim(job, &job->whole, UINT64_MAX, &piece);
         status = kvn_job_move(job, &piece, &fault);
         if (status != KVN_OK)
             kvn_job_fail(job, &piece, status, &fault);

@@ -8,6 +8,7 @@
 
 #include "core/columns.h"
 #include "core/list.h"
+#include "host/numa.h"
 #include "kvnative/backend.h"
 
 /* The least size that a piece aims at. An abort waits for the piece that each thread is moving. */
@@ -38,11 +39,19 @@ typedef struct kvn_fault {
 typedef int (*kvn_move)(void *context, const kvn_columns *batch, const kvn_piece *piece,
                         kvn_fault *fault);
 
-/* Maximum size of a piece. */
+/* Maximum size of a piece, and whether the node of its destination matters. */
 typedef struct kvn_piece_limits {
     uint64_t descriptors; /* at least 1; for example IOV_MAX */
     uint64_t nbytes;      /* at least KVN_PIECE_MIN, or KVN_PIECE_TUNED */
+    bool by_node;         /* the destination is memory of this process */
 } kvn_piece_limits;
+
+/* The descriptors of a job that are on one node; all of them if the pool has no nodes. */
+typedef struct kvn_share {
+    uint64_t cursor;      /* the first that is not completely claimed; the job's count: none */
+    uint64_t cursor_skip; /* its claimed bytes */
+    uint64_t unclaimed;   /* bytes */
+} kvn_share;
 
 /* A job in a pool. Embed it in a request; it must stay in place until released. The fields belong to pool.c, and the
  * pool's mutex guards them unless a comment says otherwise. */
@@ -54,8 +63,11 @@ typedef struct kvn_job {
     kvn_pool *pool;           /* NULL: moved by kvn_job_run */
     kvn_node queued;          /* in the pool's queue of jobs with unclaimed descriptors */
     pthread_cond_t changed;    /* the job has finished, or a waiter has a place */
-    uint64_t cursor;           /* first descriptor that is not completely claimed */
-    uint64_t cursor_skip;      /* its claimed bytes */
+    kvn_share whole;
+    kvn_share *shares;         /* one for each node, and one for descriptors without one; or `whole` alone */
+    uint8_t *nodes;            /* of each descriptor: the share that it is in; NULL: `whole` */
+    unsigned num_shares;
+    unsigned num_open;         /* shares with unclaimed descriptors */
     uint64_t unclaimed;        /* bytes */
     uint64_t total;            /* bytes */
     uint32_t in_motion;        /* claimed pieces that have not ended */
@@ -77,16 +89,24 @@ void kvn_job_run(kvn_job *job, uint64_t total);
 /* ---- for pool.c, under the pool's mutex ---- */
 
 void kvn_job_start(kvn_job *job, uint64_t total);
-static inline bool kvn_job_has_unclaimed(const kvn_job *job)
+/* Gives each descriptor to the share of its node; without the mutex, after kvn_job_start. A share's descriptors come in
+ * runs of KVN_PIECE_MIN bytes or more, so that memory that alternates between nodes is not moved in tiny pieces. If
+ * memory is short, the job stays whole. kvn_job_unshare frees the shares. */
+void kvn_job_share(kvn_job *job, kvn_numa *numa);
+void kvn_job_unshare(kvn_job *job);
+static inline bool kvn_job_has_unclaimed(const kvn_job *job) { return job->num_open > 0; }
+/* Unclaimed bytes on a node. */
+static inline uint64_t kvn_job_unclaimed_on(const kvn_job *job, unsigned node)
 {
-    return job->cursor < job->batch.count;
+    return job->nodes ? job->shares[node].unclaimed : job->unclaimed;
 }
 static inline bool kvn_job_is_finished(const kvn_job *job)
 {
     return atomic_load_explicit(&job->finished, memory_order_acquire);
 }
-/* Takes the next piece, of a size for `threads` threads. A descriptor must be unclaimed. */
-void kvn_job_claim(kvn_job *job, unsigned threads, kvn_piece *piece);
+/* Takes the next piece, of a size for `threads` threads, for a thread on `node`: a piece of that node, else one without a
+ * node, else of the node with the most bytes. A descriptor must be unclaimed. */
+void kvn_job_claim(kvn_job *job, unsigned threads, unsigned node, kvn_piece *piece);
 /* Calls `move`; without the mutex. */
 int kvn_job_move(kvn_job *job, const kvn_piece *piece, kvn_fault *fault);
 /* Notes that the piece failed, and abandons the unclaimed rest. */

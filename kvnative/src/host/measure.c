@@ -30,7 +30,7 @@ typedef struct measurement {
 
 static bool open_mover(mover *it, const kvn_candidate *candidate)
 {
-    it->pool = kvn_pool_create(candidate->threads);
+    it->pool = kvn_pool_create(candidate->threads, NULL, 0);
     if (!it->pool)
         return false;
     kvn_pool_tune(it->pool, &candidate->tuning);

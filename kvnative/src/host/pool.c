@@ -12,6 +12,7 @@
 
 #include "core/report.h"
 #include "core/thread.h"
+#include "host/places.h"
 
 /* A sleep and a wake-up cost some 30 us (docs/internals/adr/0002-copy-strategies.md). So before it sleeps, a waiter
  * polls for the last pieces of its job, for the time of a small piece; and a worker that has just moved a piece polls
@@ -21,38 +22,6 @@
 #define SPIN_NS 20000
 #define LOOK_NS 50000
 #define VAIN_LOOKS 4
-/* A caller in Python takes less between its submit and its first look at the outcome. */
-#define CALLER_NS 200000
-
-struct kvn_pool {
-    pthread_mutex_t mutex; /* guards everything below, and the jobs in the pool */
-    pthread_cond_t work;
-    kvn_list queue; /* jobs with unclaimed descriptors, in serving order */
-    unsigned threads;
-    unsigned started;
-    unsigned moving; /* pieces in motion; never more than `threads` */
-    unsigned helping; /* of these, pieces moved by waiters */
-    unsigned idle;   /* sleeping workers that were not woken */
-    unsigned waking; /* woken workers that do not run yet */
-    unsigned looking; /* awake workers that poll for the next job */
-    unsigned vain;   /* polls in a row that found no job */
-    uint64_t looks;  /* total number of polls */
-    int64_t ended_ns; /* time of the last end of a piece */
-    bool may_look;   /* each thread has a core */
-    atomic_uint calls; /* read without the mutex, as a hint: relaxed */
-    bool stopping;
-    pid_t pid;
-    kvn_copy past_caches; /* memcpy if the processor has no such copy */
-    /* The tuning, read without the mutex. The values are independent, so old and new ones may be mixed. */
-    atomic_uint_fast64_t bypass_nbytes;
-    atomic_uint_fast64_t piece_nbytes;
-    pthread_t workers[];
-};
-
-static kvn_job *next_job(const kvn_pool *pool)
-{
-    return KVN_LISTED(kvn_list_first(&pool->queue), kvn_job, queued);
-}
 
 /* Lets a spinning thread leave the core to its sibling, and poll less often. YIELD does nothing on most Arm processors;
  * ISB takes about as long as PAUSE does on Intel's. */
@@ -65,63 +34,6 @@ static void pause_cpu(void)
 #endif
 }
 
-/* True if the caller of a job is awake: its core is busy, so a worker would only displace it. */
-static bool caller_is_awake(const kvn_job *job)
-{
-    const kvn_caller caller = job->batch.caller;
-
-    if (caller == KVN_CALLER_WAITS || caller == KVN_CALLER_COMPUTES)
-        return true;
-    return job->caller_ns != 0 && kvn_now_ns() - job->caller_ns < CALLER_NS;
-}
-
-/* Returns the number of pieces of the next job that workers may still take. The caller holds the mutex. If there are
- * several places, workers leave one to an awake caller, for its wait. */
-static unsigned free_places(const kvn_pool *pool)
-{
-    const kvn_job *next = next_job(pool);
-    unsigned workers = pool->moving - pool->helping, most = pool->threads;
-
-    if (!next || pool->moving >= pool->threads)
-        return 0;
-    if (most > 1 && caller_is_awake(next))
-        most--;
-    if (workers >= most)
-        return 0;
-    most -= workers;
-    return most < pool->threads - pool->moving ? most : pool->threads - pool->moving;
-}
-
-/* Wakes the caller of a job that sleeps because no place was free. The place that workers leave is for it. The caller
- * of this function holds the mutex. */
-static void wake_waiter(kvn_pool *pool)
-{
-    kvn_job *next = next_job(pool);
-
-    if (next && next->waiters > next->called && pool->moving < pool->threads) {
-        next->called++;
-        pthread_cond_signal(&next->changed);
-    }
-}
-
-/* Wakes one worker, which wakes the next, so that a submit costs one wake-up. */
-static void wake_next(kvn_pool *pool)
-{
-    unsigned places = free_places(pool);
-
-    if (places == 0) {
-        wake_waiter(pool);
-        return;
-    }
-    if (pool->looking > 0)
-        atomic_fetch_add_explicit(&pool->calls, 1, memory_order_relaxed);
-    if (pool->idle > 0 && pool->waking + pool->looking < places) {
-        pool->idle--;
-        pool->waking++;
-        pthread_cond_signal(&pool->work);
-    }
-}
-
 /* ---- pieces ---- */
 
 static void finish(kvn_job *job)
@@ -131,19 +43,20 @@ static void finish(kvn_job *job)
         pthread_cond_broadcast(&job->changed);
 }
 
-/* Claims and moves one piece on this thread. The caller holds the mutex, which is released meanwhile. */
-static void work_on(kvn_pool *pool, kvn_job *job)
+/* Claims and moves one piece on this thread, which is on `node`. The caller holds the mutex, which is released
+ * meanwhile. */
+static void work_on(kvn_pool *pool, kvn_job *job, unsigned node)
 {
     kvn_piece piece;
     kvn_fault fault;
     int status;
 
-    kvn_job_claim(job, pool->threads, &piece);
+    kvn_job_claim(job, pool->threads, node, &piece);
     if (!kvn_job_has_unclaimed(job))
         kvn_list_remove(&job->queued);
     job->in_motion++;
     pool->moving++;
-    wake_next(pool);
+    kvn_wake_next(pool);
     pthread_mutex_unlock(&pool->mutex);
 
     status = kvn_job_move(job, &piece, &fault);
@@ -184,28 +97,30 @@ static void look_for_work(kvn_pool *pool)
 
 static void *worker_main(void *argument)
 {
-    kvn_pool *pool = argument;
+    const kvn_worker *self = argument;
+    kvn_pool *pool = self->pool;
+    kvn_crew *crew = &pool->crews[self->node];
     bool looked = true; /* since its last piece */
 
     pthread_mutex_lock(&pool->mutex);
     while (!pool->stopping) {
-        if (free_places(pool) > 0) {
-            work_on(pool, next_job(pool));
+        if (kvn_free_places(pool) > 0) {
+            work_on(pool, kvn_next_job(pool), self->node);
             looked = false;
             continue;
         }
-        wake_waiter(pool);
+        kvn_wake_waiter(pool);
         if (!looked) {
             looked = true;
             look_for_work(pool);
             continue;
         }
-        pool->idle++;
-        pthread_cond_wait(&pool->work, &pool->mutex);
-        if (pool->waking > 0)
-            pool->waking--;
+        crew->idle++;
+        pthread_cond_wait(&crew->work, &pool->mutex);
+        if (crew->waking > 0)
+            crew->waking--;
         else
-            pool->idle--; /* a spurious wake-up */
+            crew->idle--; /* a spurious wake-up */
     }
     pthread_mutex_unlock(&pool->mutex);
     return NULL;
@@ -218,11 +133,18 @@ static int start_workers(kvn_pool *pool)
     int error = 0;
 
     while (pool->started < pool->threads && error == 0) {
+        const unsigned node = pool->numa ? kvn_numa_of_thread(pool->numa, pool->started) : 0;
+        kvn_worker *worker = &pool->workers[pool->started];
         char name[16];
+        *worker = (kvn_worker){.pool = pool, .node = node};
         snprintf(name, sizeof name, "kvn-pool-%u", pool->started % 1000);
-        error = kvn_thread_start(&pool->workers[pool->started], NULL, name, worker_main, pool);
-        if (error == 0)
-            pool->started++;
+        error = kvn_thread_start(&worker->thread, NULL, name, worker_main, worker);
+        if (error)
+            break;
+        pool->started++;
+        if (pool->numa)
+            error = pthread_setaffinity_np(worker->thread, sizeof(cpu_set_t),
+                                           &pool->numa->nodes[node].processors);
     }
     return error;
 }
@@ -248,21 +170,23 @@ static unsigned usable_cores(void)
     return sched_getaffinity(0, sizeof set, &set) == 0 ? (unsigned)CPU_COUNT(&set) : UINT_MAX;
 }
 
-kvn_pool *kvn_pool_create(unsigned threads)
+kvn_pool *kvn_pool_create(unsigned threads, const kvn_numa_node *nodes, unsigned num_nodes)
 {
     const kvn_tuning builtin = {KVN_BYPASS_NBYTES, KVN_PIECE_NBYTES};
     kvn_pool *pool;
     int error;
 
-    if (threads < 1 || threads > KVN_MAX_THREADS) {
+    if (threads < 1 || threads > KVN_MAX_THREADS || num_nodes > KVN_MAX_NODES) {
         errno = EINVAL;
         return NULL;
     }
-    pool = calloc(1, sizeof *pool + threads * sizeof(pthread_t));
+    pool = calloc(1, sizeof *pool + threads * sizeof(kvn_worker));
     if (!pool)
         return NULL;
     init_mutex(&pool->mutex);
-    pthread_cond_init(&pool->work, NULL);
+    pool->num_crews = num_nodes > 0 ? num_nodes : 1;
+    for (unsigned i = 0; i < pool->num_crews; i++)
+        pthread_cond_init(&pool->crews[i].work, NULL);
     kvn_list_init(&pool->queue);
     pool->threads = threads;
     pool->may_look = threads <= usable_cores();
@@ -271,7 +195,9 @@ kvn_pool *kvn_pool_create(unsigned threads)
     if (!pool->past_caches)
         pool->past_caches = kvn_copy_plain;
     kvn_pool_tune(pool, &builtin);
-    error = start_workers(pool);
+    if (num_nodes > 0)
+        pool->numa = kvn_numa_create(nodes, num_nodes);
+    error = num_nodes > 0 && !pool->numa ? errno : start_workers(pool);
     if (error) {
         kvn_pool_destroy(pool);
         errno = error;
@@ -299,7 +225,7 @@ int64_t kvn_pool_cpu_ns(const kvn_pool *pool)
     for (unsigned i = 0; i < pool->started; i++) {
         clockid_t clock;
         struct timespec ran;
-        if (pthread_getcpuclockid(pool->workers[i], &clock) == 0 && clock_gettime(clock, &ran) == 0)
+        if (pthread_getcpuclockid(pool->workers[i].thread, &clock) == 0 && clock_gettime(clock, &ran) == 0)
             sum += ran.tv_sec * INT64_C(1000000000) + ran.tv_nsec;
     }
     return sum;
@@ -326,12 +252,15 @@ void kvn_pool_destroy(kvn_pool *pool)
         return; /* a forked child has no workers, and may have inherited a locked mutex */
     pthread_mutex_lock(&pool->mutex);
     pool->stopping = true;
-    pthread_cond_broadcast(&pool->work);
+    for (unsigned i = 0; i < pool->num_crews; i++)
+        pthread_cond_broadcast(&pool->crews[i].work);
     pthread_mutex_unlock(&pool->mutex);
     for (unsigned i = 0; i < pool->started; i++)
-        pthread_join(pool->workers[i], NULL);
-    pthread_cond_destroy(&pool->work);
+        pthread_join(pool->workers[i].thread, NULL);
+    for (unsigned i = 0; i < pool->num_crews; i++)
+        pthread_cond_destroy(&pool->crews[i].work);
     pthread_mutex_destroy(&pool->mutex);
+    free(pool->numa);
     free(pool);
 }
 
@@ -348,6 +277,8 @@ void kvn_job_submit(kvn_job *job, kvn_pool *pool, uint64_t total)
     if (job->limits.nbytes == KVN_PIECE_TUNED)
         job->limits.nbytes = atomic_load_explicit(&pool->piece_nbytes, memory_order_relaxed);
     kvn_job_start(job, total);
+    if (pool->numa && job->limits.by_node)
+        kvn_job_share(job, pool->numa);
     pthread_mutex_lock(&pool->mutex);
     const int64_t now = kvn_now_ns();
     if (job->batch.caller != KVN_CALLER_HURRIES)
@@ -355,7 +286,7 @@ void kvn_job_submit(kvn_job *job, kvn_pool *pool, uint64_t total)
     if (now - pool->ended_ns < LOOK_NS)
         pool->vain = 0;
     kvn_list_push_back(&pool->queue, &job->queued);
-    wake_next(pool);
+    kvn_wake_next(pool);
     pthread_mutex_unlock(&pool->mutex);
 }
 
@@ -399,24 +330,24 @@ static void help(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
             break;
         if (kvn_job_has_unclaimed(job) && pool->moving < pool->threads) {
             pool->helping++;
-            work_on(pool, job);
+            work_on(pool, job, pool->numa ? kvn_numa_here(pool->numa) : 0);
             pool->helping--;
         } else if (!kvn_job_has_unclaimed(job) && !spun) {
             spun = true;
-            wake_next(pool); /* this thread's place is free for other jobs */
+            kvn_wake_next(pool); /* this thread's place is free for other jobs */
             pthread_mutex_unlock(&pool->mutex);
             spin_until_finished(job);
             pthread_mutex_lock(&pool->mutex);
         } else {
             if (kvn_list_is_in(&job->queued)) /* a thread waits for it, so it goes first */
                 kvn_list_push_front(&pool->queue, &job->queued);
-            wake_next(pool);
+            kvn_wake_next(pool);
             if (!sleep_until(pool, job, deadline_ns))
                 break;
         }
     }
     job->caller_ns = kvn_now_ns();
-    wake_next(pool);
+    kvn_wake_next(pool);
 }
 
 int kvn_job_wait(kvn_job *job, int64_t deadline_ns)
@@ -461,4 +392,5 @@ void kvn_job_release(kvn_job *job)
     pthread_mutex_lock(&pool->mutex);
     pthread_mutex_unlock(&pool->mutex);
     pthread_cond_destroy(&job->changed);
+    kvn_job_unshare(job);
 }

@@ -10,8 +10,11 @@
  * last place, if there are two or more. They do the same for a moment after a caller has returned (KVN_CALLER_RETURNS)
  * or has polled by a short wait, because it is awake and will probably wait.
  * - Jobs start in the order of submission; a job that a thread waits for goes first.
+ * - If the pool has nodes, a piece is on one node: that of the page where its first descriptor's destination begins. A
+ * thread takes pieces of its own node first, then those without a node, then any: so no piece waits while a place is
+ * free. Jobs do not overtake each other for that.
  * - A piece is short (its backend sets the maximum): an abort claims no more pieces, and waits for those in motion. So
- * the unconfirmed spans are at most one per thread, and the unclaimed tail.
+ * the unconfirmed spans are at most one per thread, and the unclaimed tail; with nodes, what each has left.
  * - A pool belongs to the process that made it: a forked child, which has none of its threads, may only destroy it,
  * which leaks it. ThreadPool and Backend (kvnative/_backend.pyx) ensure that. */
 #ifndef KVNATIVE_HOST_POOL_H
@@ -23,9 +26,9 @@
 
 #define KVN_MAX_THREADS 64 /* a report has a span for each thread, and the tail */
 
-/* `threads` in [1, KVN_MAX_THREADS]; with the built-in tuning. NULL with errno set (EINVAL, ENOMEM,
- * EAGAIN) on failure. */
-kvn_pool *kvn_pool_create(unsigned threads);
+/* `threads` in [1, KVN_MAX_THREADS], spread over the processors of the nodes; without nodes they run where the system
+ * lets them. With the built-in tuning. NULL with errno set (EINVAL, ENOMEM, EAGAIN) on failure. */
+kvn_pool *kvn_pool_create(unsigned threads, const kvn_numa_node *nodes, unsigned num_nodes);
 unsigned kvn_pool_threads(const kvn_pool *pool);
 /* Number of times that workers have polled for the next job. */
 uint64_t kvn_pool_looks(kvn_pool *pool);

@@ -208,7 +208,8 @@ kvn_backend *kvn_process_create(kvn_pool *pool, int pid, kvn_direction direction
     kvn_pooled_init(&self->pooled, &vtable, pool, move);
     self->pid = pid;
     self->is_put = direction == KVN_PEER_PUT;
-    self->pooled.piece = (kvn_piece_limits){.descriptors = MAX_RANGES, .nbytes = PIECE_NBYTES};
+    self->pooled.piece = (kvn_piece_limits){
+        .descriptors = MAX_RANGES, .nbytes = PIECE_NBYTES, .by_node = !self->is_put};
     self->pooled.inline_nbytes = INLINE_NBYTES;
     return &self->pooled.base;
 }
