@@ -37,12 +37,13 @@ void kvn_job_share(kvn_job *job, kvn_numa *numa)
     const unsigned num_shares = numa->count + 1;
     const int64_t now_ns = kvn_now_ns();
     kvn_share *shares = malloc(num_shares * sizeof *shares + count);
-    uint8_t *nodes = (uint8_t *)(shares + num_shares);
+    uint8_t *nodes;
     uint64_t run = KVN_PIECE_MIN; /* bytes since the node has changed */
     unsigned node = numa->count;
 
     if (!shares)
         return;
+    nodes = (uint8_t *)(shares + num_shares);
     for (unsigned i = 0; i < num_shares; i++)
         shares[i] = (kvn_share){.cursor = count};
     kvn_numa_learn(numa, &job->batch, job->total / KVN_PIECE_MIN, now_ns);
