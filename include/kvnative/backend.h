@@ -6,6 +6,7 @@
  * - `submit` copies the three column pointers, not the columns: they outlive the request.
  * - The report of a batch is the caller's, and stays in place until `release`. The backend writes it, in `submit` if it
  *   refuses the batch, else before it calls the batch's `end`. The caller reads it once a call has returned the outcome.
+ *   No one writes it after that, because the backend reads it too.
  * - Once `wait` has returned an outcome, or `abort` has returned, the backend no longer touches a byte of the batch.
  * - From then on `poll` returns the outcome too, even if another thread is still in `wait`.
  * - `abort` may be called while other threads are in `wait` on the same request.

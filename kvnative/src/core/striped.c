@@ -41,9 +41,9 @@ struct kvn_request {
 /* ---- the outcome, from the outcomes of all stripes ---- */
 
 /* A stripe's own failure has precedence over that of a stripe that was aborted because of another. */
-static bool says_more(const kvn_report *one, const kvn_report *all)
+static bool says_more(int one, int all)
 {
-    return one->status < 0 && (all->status >= 0 || (kvn_is_given_up(all->status) && !kvn_is_given_up(one->status)));
+    return one < 0 && (all >= 0 || (kvn_is_given_up(all) && !kvn_is_given_up(one)));
 }
 
 static void take_failure(kvn_report *all, const stripe *it)
@@ -56,22 +56,23 @@ static void take_failure(kvn_report *all, const stripe *it)
     memcpy(all->message, one->message, sizeof all->message);
 }
 
-static void add(kvn_report *all, stripe *it)
+/* Only reads the report of the stripe, as its backend does until the release. */
+static void add(kvn_report *all, const stripe *it)
 {
+    const kvn_report *one = &it->report;
     const uint64_t first = it->first;
     const int why = atomic_load(&it->why);
-    kvn_report *one = &it->report;
+    /* The abort may have broken the connection that all stripes use. */
+    const bool is_broken = one->status == KVN_PEER_GONE && why != KVN_OK;
 
     all->bytes_done += one->bytes_done;
-    /* The abort may have broken the connection that all stripes use. */
-    if (one->status == KVN_PEER_GONE && why != KVN_OK) {
-        one->status = why;
-        one->code = 0;
-        one->failed = KVN_NO_DESCRIPTOR;
-    }
     for (uint32_t i = 0; i < one->num_unconfirmed; i++)
         kvn_report_add_span(all, first + one->unconfirmed[i].first, first + one->unconfirmed[i].last);
-    if (says_more(one, all))
+    if (!says_more(is_broken ? why : one->status, all->status))
+        return;
+    if (is_broken)
+        all->status = why; /* end_stripe writes the message */
+    else
         take_failure(all, it);
 }
 

@@ -16,6 +16,7 @@ typedef struct delay_request {
     kvn_wrapper_batch batch; /* the first field */
     kvn_backend *inner_backend;
     kvn_request *inner;
+    kvn_report of_inner; /* which the inner backend may read until the release */
     uint64_t total;
     int64_t due_ns;
 } delay_request;
@@ -28,6 +29,7 @@ static void make_outcome(kvn_wrapper_batch *batch)
 
     request->inner_backend->vtable->wait(request->inner_backend, request->inner, KVN_FOREVER);
     why = kvn_wrapper_batch_sleep(batch, request->due_ns);
+    *report = request->of_inner;
     if (why == KVN_OK)
         return;
     report->num_unconfirmed = 0;
@@ -52,8 +54,10 @@ static int delay_submit(kvn_backend *base, const kvn_columns *batch, kvn_request
     request->batch.run = make_outcome;
     request->inner_backend = inner;
     request->due_ns = kvn_now_ns() + ((delay *)base)->nanoseconds;
-    status = inner->vtable->submit(inner, &quiet, &request->inner, report);
-    if (status == KVN_OK && kvn_wrapper_batch_begin(&request->batch, batch, report) != 0) {
+    status = inner->vtable->submit(inner, &quiet, &request->inner, &request->of_inner);
+    if (status != KVN_OK) {
+        *report = request->of_inner;
+    } else if (kvn_wrapper_batch_begin(&request->batch, batch, report) != 0) {
         inner->vtable->abort(inner, request->inner, KVN_CANCELLED);
         inner->vtable->release(inner, request->inner);
         status = kvn_wrapper_no_memory(report, batch->count, sizeof *request);
