@@ -67,6 +67,11 @@ class TcpPeerMemory(PeerMemory):
         made._extra_checks, made._backends = self._extra_checks_with(leases), {}
         return made
 
+    def check(self, tensors: range | None = None) -> None:
+        """See `PeerMemory.check`. A transfer itself checks that it runs in the link's process."""
+        if not self._link.native.is_up:
+            self._link.check()  # raises
+
     def _check_device(self, local: TensorMemory) -> None:
         """Refuse memory of a device other than the link's."""
         ours = self._link.device
