@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hmac
+import os
 import secrets
 import socket
 import struct
@@ -89,23 +90,18 @@ class DataStreams(ABC):
         while self._opened:
             self._opened.popitem()[1].close()
 
-    def _keep(self, index: int, stream: socket.socket) -> None:
-        """Keep a connection for a call of `open`."""
-        self._opened[index] = stream
-        if self._closed:
-            self.close_now()
-
     def _failed(self, index: int, phase: str, reason: str) -> LLMException:
         return link_failed(f"{self.way}: data connection {index}: {phase}: {reason}")
 
     def _answer(self, greeting: bytes, hello: bytes) -> tuple[int, bytes]:
         """Return the index in a complete hello, and the answer to the hello."""
         fields, mac = hello[: _FIELDS.size], hello[_FIELDS.size :]
-        if not hmac.compare_digest(mac, self._mac(b"client", greeting, fields)):
+        if not hmac.compare_digest(mac, self.mac(b"client", greeting, fields)):
             raise Unacceptable("it does not know the secret of the link that it names")
-        return _FIELDS.unpack(fields)[1], self._mac(b"server", greeting, hello)
+        return _FIELDS.unpack(fields)[1], self.mac(b"server", greeting, hello)
 
-    def _mac(self, label: bytes, *parts: bytes) -> bytes:
+    def mac(self, label: bytes, *parts: bytes) -> bytes:
+        """Return the proof that the sender of `parts` knows the secret."""
         return hmac.digest(self.secret, label + b"".join(parts), "sha256")
 
 
@@ -130,32 +126,29 @@ class DialledStreams(DataStreams):
         private: bool = False,
     ) -> None:
         super().__init__(challenge, way, loop, private=private)
-        self._family = family
-        self._address = address
-        self._source = source
+        self._family, self._address, self._source = family, address, source
         self._dialling: set[_Dial] = set()
 
     async def prepare(self, indices: Sequence[int], timeout_s: float) -> None:
         """Dial all connections at once; see `DataStreams.prepare`."""
-        if not indices:
-            return
-        if self._closed:
+        if self._closed and indices:
             raise self._failed(indices[0], "connect", ENDED)
-        dials = [_Dial(index, self.link_id, self._mac) for index in indices]
-        self._dialling.update(dials)
-        dial = dials[0]
+        dials: list[_Dial] = []
+        index = 0
         try:
-            for dial in dials:
-                dial.begin(
-                    socket.socket(self._family, socket.SOCK_STREAM), self._address, self._source
-                )
+            for index in indices:
+                dials.append(_Dial(self, index, socket.socket(self._family, socket.SOCK_STREAM)))
+                dials[-1].begin(self._address, self._source)
+            self._dialling.update(dials)
             async with asyncio.timeout(timeout_s):
                 for dial in dials:
+                    index = dial.index
                     await dial.done
         except BaseException as error:
-            phase = dial.phase
-            for each in dials:
-                each.close()
+            phase = next((dial.phase for dial in dials if dial.index == index), "connect")
+            for dial in dials:
+                dial.end(OSError(ENDED))
+                dial.stream.close()
             if not isinstance(error, OSError):
                 raise
             reason = error.strerror or str(error)
@@ -163,11 +156,10 @@ class DialledStreams(DataStreams):
                 reason = f"no answer within {timeout_s * 1000:.0f} ms"
             elif isinstance(error, ConnectionError) and phase == "authenticate":
                 reason += "; the peer's log says why"
-            raise self._failed(dial.index, phase, reason) from None
+            raise self._failed(index, phase, reason) from None
         finally:
             self._dialling.difference_update(dials)
-        for dial in dials:
-            self._keep(dial.index, dial.take())
+        self._opened.update((dial.index, dial.stream) for dial in dials)
 
     def close_now(self) -> None:
         """See `DataStreams.close_now`."""
@@ -177,96 +169,71 @@ class DialledStreams(DataStreams):
 
 
 class _Dial:
-    """A connection that this side is opening.
+    """A connection that this side opens. `done` ends once both ends have proved the secret."""
 
-    Attributes:
-        done: Ends once both ends have proved that they know the secret.
-    """
-
-    def __init__(self, index: int, link_id: bytes, mac: Callable[..., bytes]) -> None:
-        self.index = index
-        self._link_id = link_id
-        self._mac = mac
+    def __init__(self, streams: DialledStreams, index: int, stream: socket.socket) -> None:
+        self.index, self.stream = index, stream
+        self._streams = streams
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[None] = self._loop.create_future()
-        self._stream: socket.socket | None = None
-        self._greeting = b""
-        self._hello = b""
-        self._received = b""
+        self._received = self._greeting = self._hello = b""
 
     @property
     def phase(self) -> str:
         """The step that has not ended yet, for messages."""
         if self._hello:
             return "authenticate"
-        try:
-            if self._stream is not None:
-                self._stream.getpeername()
-                return "greet"
-        except OSError:
-            pass
+        with suppress(OSError):
+            self.stream.getpeername()
+            return "greet"
         return "connect"
 
-    def begin(self, stream: socket.socket, address: Any, source: str) -> None:
+    def begin(self, address: Any, source: str) -> None:
         """Connect. The rest happens when the peer's bytes arrive."""
-        self._stream = stream
-        stream.setblocking(False)
-        bind_source(stream, source)
-        try:
-            stream.connect(address)
-        except BlockingIOError as error:
-            if error.errno != errno.EINPROGRESS:  # the queue of a Unix socket is full
-                raise
-        self._loop.add_reader(stream.fileno(), self._read, stream)
+        self.stream.setblocking(False)
+        bind_source(self.stream, source)
+        error = self.stream.connect_ex(address)
+        if error not in {0, errno.EINPROGRESS}:  # EAGAIN: the queue of a Unix socket is full
+            raise OSError(error, os.strerror(error))
+        self._loop.add_reader(self.stream.fileno(), self._read)
 
-    def take(self) -> socket.socket:
-        """Return the connection once `done` has ended without an error."""
-        assert self._stream is not None
-        return self._stream
-
-    def end(self, error: OSError | None = None) -> None:
+    def end(self, error: OSError) -> None:
         """End the wait for the peer."""
-        if self._stream is not None:
-            self._loop.remove_reader(self._stream.fileno())
-        if self.done.done():
-            return
-        if error is None:
-            self.done.set_result(None)
-        else:
+        self._loop.remove_reader(self.stream.fileno())
+        if not self.done.done():
             self.done.set_exception(error)
             self.done.exception()  # retrieved, so that asyncio does not warn
 
-    def close(self) -> None:
-        """Close the connection, and end the wait for the peer."""
-        self.end(OSError(ENDED))
-        if self._stream is not None:
-            self._stream.close()
-
-    def _read(self, stream: socket.socket) -> None:
+    def _read(self) -> None:
         """Continue with bytes of the peer, or with the system's error."""
         awaited = _MAC_NBYTES if self._hello else GREETING_NBYTES
         try:
-            chunk = stream.recv(awaited - len(self._received))
+            chunk = self.stream.recv(awaited - len(self._received))
             if not chunk:
                 raise ConnectionError("the peer has disconnected")
             self._received += chunk
             if len(self._received) == awaited:
                 received, self._received = self._received, b""
-                self._authenticate(stream, received)
+                self._authenticate(received)
         except BlockingIOError:
             pass
         except OSError as error:
             self.end(error)
 
-    def _authenticate(self, stream: socket.socket, received: bytes) -> None:
+    def _authenticate(self, received: bytes) -> None:
         if not self._hello:
             self._greeting = received
-            fields = _FIELDS.pack(_BEGINNING, self.index, self._link_id, secrets.token_bytes(16))
-            self._hello = fields + self._mac(b"client", received, fields)
-            stream.send(self._hello)  # a new connection has room
-        elif hmac.compare_digest(received, self._mac(b"server", self._greeting, self._hello)):
-            set_options(stream)
-            self.end()
+            fields = _FIELDS.pack(
+                _BEGINNING, self.index, self._streams.link_id, secrets.token_bytes(16)
+            )
+            self._hello = fields + self._streams.mac(b"client", received, fields)
+            self.stream.send(self._hello)  # a new connection has room
+        elif hmac.compare_digest(
+            received, self._streams.mac(b"server", self._greeting, self._hello)
+        ):
+            set_options(self.stream)
+            self._loop.remove_reader(self.stream.fileno())
+            self.done.set_result(None)
         else:
             raise OSError("it does not know the secret of this link")
 

@@ -289,10 +289,9 @@ class AcceptedStreams(DataStreams):
             if connection.socket.fileno() < 0:
                 reason = "it was opened before, or dropped: too many pending connections"
                 raise self._failed(index, "accept", reason)
-        for index, connection in zip(indices, accepted, strict=True):
             stream = socket.socket(fileno=connection.socket.detach())
             stream.setblocking(False)
-            self._keep(index, stream)
+            self._opened[index] = stream
 
     def _slot(self, index: int) -> asyncio.Future[PendingConnection]:
         if index not in self._slots:

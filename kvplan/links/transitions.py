@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -127,19 +127,16 @@ class Transitions:
 
         async def connect() -> dict[str, TransportLink]:
             deadline = time.monotonic() + timeout_s
-            in_worker = self._engine.control.in_worker
             try:
                 count = max(transport.num_streams(metadata) for transport, metadata in ways)
                 await streams.prepare(range(count), timeout_s)
                 if all(transport.connects_at_once for transport, _ in ways):
                     return connect_each(deadline)
-                if streams.dials:
-                    return await in_worker(connect_each, deadline)
                 # A peer that begins many handshakes must not occupy all threads.
-                async with self._accepted_workers:
+                async with nullcontext() if streams.dials else self._accepted_workers:
                     if link.state is not LinkState.LINKING:
                         raise link_failed(link.reason)
-                    return await in_worker(connect_each, deadline)
+                    return await self._engine.control.in_worker(connect_each, deadline)
             finally:
                 streams.close_now()
                 link.streams = None
@@ -150,8 +147,7 @@ class Transitions:
     async def connected(self, link: PeerLink) -> None:
         """Wait until `connect` has connected all transports."""
         assert link.connecting is not None
-        if not link.connecting.done():
-            # Not `await`: a cancelled wait must not lose the transport links that a worker makes.
+        if not link.connecting.done():  # not `await`: a cancelled wait must not cancel it
             await asyncio.wait((link.connecting,))
         link.transport_links = link.connecting.result()
         for made in link.transport_links.values():

@@ -97,9 +97,7 @@ class TcpLink(TransportLink):
         self, native: TcpNativeLink, metadata: Metadata, way: str, device: Device | None
     ) -> None:
         super().__init__(metadata)
-        self.native = native
-        self.way = way
-        self.device = device
+        self.native, self.way, self.device = native, way, device
 
     @property
     def death_fd(self) -> int | None:

@@ -95,11 +95,7 @@ class TcpTransport(Transport):
         self._connecting: set[Streams] = set()
 
     def num_streams(self, metadata: bytes) -> int:
-        """See `Transport.num_streams`: two for each connection of the link.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: bad metadata.
-        """
+        """See `Transport.num_streams`: two for each connection of the link."""
         return 2 * min(self._connections, self._peer(metadata).connections)
 
     def connect(

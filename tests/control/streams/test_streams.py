@@ -80,6 +80,27 @@ def test_all_connections_of_a_link_take_as_many_round_trips_as_one(loop: Control
                 assert say(near, far) == b"data"
 
 
+def test_what_the_listener_says_may_come_in_pieces(loop: ControlLoop) -> None:
+    """Nothing after its answer is read."""
+    challenge = b"c" * 16
+    with listening() as server, ThreadPoolExecutor(1) as threads:
+        streams = DialledStreams(challenge, socket.AF_INET, server.getsockname(), "there", loop)
+        dialling = threads.submit(open_one, streams, 0)
+        accepted, _ = server.accept()
+        with accepted:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            greeting = bytes(range(GREETING_NBYTES))
+            for byte in greeting:
+                accepted.sendall(bytes((byte,)))
+            proof = b"server" + greeting + accepted.recv(64, socket.MSG_WAITALL)
+            answer = hmac.digest(derived(challenge, b"kvplan data secret"), proof, "sha256")
+            accepted.sendall(answer[:1])
+            accepted.sendall(answer[1:] + b"data")
+            with dialling.result() as near:
+                near.settimeout(DEADLINE_S)
+                assert near.recv(64) == b"data"
+
+
 def test_if_one_connection_fails_none_is_left(link: Link) -> None:
     near, far = link.open(2)
     with near, far:
