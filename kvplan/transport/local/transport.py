@@ -126,6 +126,9 @@ class LocalTransport(Transport):
         """See `Transport.shortfall`.
 
         The system may deny process_vm_readv or pidfd_getfd, and two GPUs may lack peer access.
+
+        Raises:
+            LLMException: as `connect`.
         """
         with self._link_to(metadata) as link:
             return link.shortfall()

@@ -95,7 +95,11 @@ class TcpTransport(Transport):
         self._connecting: set[Streams] = set()
 
     def num_streams(self, metadata: bytes) -> int:
-        """See `Transport.num_streams`: two for each connection of the link."""
+        """See `Transport.num_streams`: two for each connection of the link.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: bad metadata.
+        """
         return 2 * min(self._connections, self._peer(metadata).connections)
 
     def connect(
