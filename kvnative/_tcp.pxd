@@ -74,6 +74,7 @@ cdef extern from "tcp/link.h" nogil:
     kvn_tcp_client *kvn_tcp_link_client(kvn_tcp_link *self, unsigned index)
     int kvn_tcp_link_stage(kvn_tcp_link *self, unsigned index, kvn_failure *failure)
     int kvn_tcp_link_death(kvn_tcp_link *self)
+    bint kvn_tcp_link_is_up(const kvn_tcp_link *self)
     bint kvn_tcp_link_has_failed(kvn_tcp_link *self, kvn_failure *why)
     void kvn_tcp_link_close(kvn_tcp_link *self, const char *why)
     void kvn_tcp_link_destroy(kvn_tcp_link *self)

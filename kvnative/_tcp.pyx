@@ -270,6 +270,11 @@ cdef class TcpNativeLink:
         return kvn_tcp_link_connections(self.link)
 
     @property
+    def is_up(self) -> bool:
+        """True until the link fails or is closed."""
+        return self.link is not NULL and kvn_tcp_link_is_up(self.link)
+
+    @property
     def death_fd(self) -> int:
         """Descriptor, owned by the link, that polls readable once the link has failed; else -1."""
         if self.link is NULL:

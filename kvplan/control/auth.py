@@ -126,14 +126,14 @@ class ClusterKey:
     def apply(self, socket: zmq.Socket[bytes], *, listening: bool) -> None:
         """Make `socket` use this key. If it listens, it admits only clients with this key."""
         if listening:
-            socket.curve_server = True
-            socket.zap_domain = self.public.hex().encode()  # read by `ZapAuthenticator`
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.ZAP_DOMAIN, self.public.hex().encode())  # for `ZapAuthenticator`
             # Without this, libzmq admits every client while no authenticator answers.
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         else:
-            socket.curve_serverkey = self.public
-            socket.curve_publickey = self.public
-        socket.curve_secretkey = self.secret
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self.public)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
 
     @classmethod
     def _of(cls, secret: bytes) -> ClusterKey:

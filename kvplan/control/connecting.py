@@ -278,6 +278,7 @@ async def connect(
                     peer=str(endpoint),
                     streams=partial(
                         DialledStreams,
+                        loop=loop,
                         family=stream.family,
                         # A Unix socket may have another name at the other end.
                         address=endpoint.path or address,

@@ -35,8 +35,14 @@ QUEUE_LENGTH: Final = 32
 
 DISCONNECTED: Final = "the peer has disconnected"
 
-_NEVER_MS: Final = 86_400_000
-_LINGER_MS: Final = 200
+_SOCKET_OPTIONS: Final = {
+    zmq.LINGER: 200,  # ms
+    zmq.MAXMSGSIZE: MAX_FRAME_NBYTES,
+    zmq.SNDHWM: QUEUE_LENGTH,
+    zmq.RCVHWM: QUEUE_LENGTH,
+    # A day: never in practice, but enabled, or libzmq would drop input when the peer ends.
+    zmq.RECONNECT_IVL: 86_400_000,
+}
 _MAX_DRAINED: Final = 4 * QUEUE_LENGTH
 
 
@@ -63,7 +69,7 @@ class Connection:
         self._early = bytearray()  # bytes of the peer that arrived before the ZeroMQ socket existed
         self._skip = GREETING_NBYTES  # bytes of ZeroMQ's output: its greeting was already sent
         self._is_cookie_due = not listening
-        self._opening: asyncio.Task[None] | None = None
+        self._own_listener: socket.socket | None = None  # while the ZeroMQ socket connects to it
         self._socket: zmq.Socket[bytes] | None = None
         self._descriptor = -1
         self._is_drain_scheduled = False
@@ -84,7 +90,7 @@ class Connection:
         self._early += greeting
         if greeting:
             self._validator.check(greeting)
-            self._open_soon()
+            self._open()
         else:
             # The rest, the cookie, follows once the nonce in the peer's greeting has arrived.
             self.stream.write(zmtp_greeting(encrypted=self._key is not None)[:UNUSED_AT])
@@ -147,8 +153,7 @@ class Connection:
         self._reason = self._reason or reason
         self._writable.set()
         self._ready.set()
-        if self._opening is not None:
-            self._opening.cancel()
+        self._close_listener()
         if self._socket is not None:
             self._loop.remove_reader(self._descriptor)
             self._socket.close()  # its last frames still reach the stream
@@ -162,61 +167,56 @@ class Connection:
 
     async def wait_closed(self) -> None:
         """Wait until the connection has ended. `close` limits that time."""
-        if self._opening is not None:
-            await asyncio.wait([self._opening])
         await self._closed.wait()
 
-    def _open_soon(self) -> None:
-        self.stream.pause()  # until there is a ZeroMQ socket
-        self._opening = self._loop.create_task(self._open())
-
-    async def _open(self) -> None:
+    def _open(self) -> None:
+        """Make the ZeroMQ socket. The peer's bytes wait until it has connected."""
+        self.stream.pause()
         try:
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.setblocking(False)
-                listener.bind(f"\0kvplan-control-{secrets.token_hex(16)}")
-                listener.listen(1)
-                self._connect_socket(listener.getsockname()[1:].decode())
-                near = await self._accept_own(listener)
-            self._inner.attach(near)
+            self._own_listener = listener = socket.socket(socket.AF_UNIX)
+            listener.setblocking(False)
+            listener.bind(f"\0kvplan-control-{secrets.token_hex(16)}")
+            listener.listen(1)
+            self._connect_socket(listener.getsockname()[1:].decode())
+            self._loop.add_reader(listener.fileno(), self._accept_own)
         except OSError as error:  # including ZMQError
             self._fail(f"no socket: {os.strerror(error.errno or 0)}")
-            return
-        self.stream.resume()
-        self._inner.write(bytes(self._early))
-        self._early.clear()
 
     def _connect_socket(self, name: str) -> None:
         pair = self._socket = self._control.new_socket(zmq.PAIR)
-        pair.linger = _LINGER_MS
-        pair.maxmsgsize = MAX_FRAME_NBYTES
-        pair.sndhwm = pair.rcvhwm = QUEUE_LENGTH
-        # Never in practice, but enabled: otherwise libzmq drops input when the peer ends.
-        pair.reconnect_ivl = _NEVER_MS
+        for option, value in _SOCKET_OPTIONS.items():
+            pair.setsockopt(option, value)
         if self._key is not None:
             self._key.apply(pair, listening=self._listening)
         pair.connect(f"ipc://@{name}")
         self._descriptor = cast(int, pair.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._drain)
 
-    async def _accept_own(self, listener: socket.socket) -> socket.socket:
+    def _accept_own(self) -> None:
         """Accept the connection of this process. Other processes may connect to the name, too."""
-        arrival = asyncio.Event()
-        self._loop.add_reader(listener.fileno(), arrival.set)
+        assert self._own_listener is not None
         try:
-            while True:
-                await arrival.wait()
-                arrival.clear()
-                try:
-                    near, _ = listener.accept()
-                except BlockingIOError:
-                    continue
-                if peer_credentials(near).pid == os.getpid():
-                    near.setblocking(False)
-                    return near
-                near.close()
-        finally:
-            self._loop.remove_reader(listener.fileno())
+            near, _ = self._own_listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._fail(f"no socket: {os.strerror(error.errno or 0)}")
+            return
+        if peer_credentials(near).pid != os.getpid():
+            near.close()
+            return
+        self._close_listener()
+        near.setblocking(False)
+        self._inner.attach(near)
+        self.stream.resume()
+        self._inner.write(bytes(self._early))
+        self._early.clear()
+
+    def _close_listener(self) -> None:
+        if self._own_listener is not None:
+            self._loop.remove_reader(self._own_listener.fileno())
+            self._own_listener.close()
+            self._own_listener = None
 
     def _schedule_drain(self) -> None:
         if not self._is_drain_scheduled:
@@ -241,7 +241,7 @@ class Connection:
             nonce = self.nonce = self._validator.unused
             self.stream.write(bytes(len(nonce)) if self._key is None else self._key.cookie(nonce))
             # Last: the cookie makes the peer open its socket, so both ends do so in parallel.
-            self._open_soon()
+            self._open()
         if not self._inner.connected:
             self._early += chunk
         else:

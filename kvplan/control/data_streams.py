@@ -15,23 +15,24 @@ and the other end refuses an index that was used before.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hmac
 import os
 import secrets
-import select
 import socket
 import struct
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from kvnative._signals import Mutex
 from kvplan.control.endpoint import endpoint_of
 from kvplan.control.zmtp import GREETING_NBYTES, Unacceptable
 from kvplan.status import LLMException, link_failed
+
+if TYPE_CHECKING:
+    from kvplan.control.loop import ControlLoop
 
 HELLO_NBYTES: Final = 64
 
@@ -49,26 +50,45 @@ _KEEP_ALIVE: Final = {
 
 
 class DataStreams(ABC):
-    """The data connections of a link, at either end. It implements `Streams`."""
+    """The data connections of a link, at either end. It implements `Streams`.
+
+    Only the loop's thread uses it, except for `open` and `close`.
+    """
 
     dials: bool
 
-    def __init__(self, challenge: bytes, way: str, *, private: bool) -> None:
+    def __init__(self, challenge: bytes, way: str, loop: ControlLoop, *, private: bool) -> None:
         self.way = way
         self.private = private
         self.secret = hmac.digest(challenge, b"kvplan data secret", "sha256")
         self.link_id = hmac.digest(challenge, b"kvplan data id", "sha256")[:8]
+        self._control = loop
+        self._closed = False
+        self._opened: dict[int, socket.socket] = {}  # until a call of `open` takes them
 
     @abstractmethod
+    async def prepare(self, indices: Sequence[int], timeout_s: float) -> None:
+        """Open the connections of these indices, so that `open` does not wait for them."""
+
     def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
-        """Open the connections of these indices; see `Streams.open`."""
+        """Return the connections of these indices; see `Streams.open`."""
+        if not self._opened.keys() >= set(indices):
+            self._control.run(self.prepare(indices, timeout_s))
+        try:
+            return [self._opened.pop(index) for index in indices]
+        except KeyError as error:  # `close_now` was faster, and has closed all of them
+            raise self._failed(error.args[0], "open", ENDED) from None
 
-    async def arrived(self, indices: Sequence[int], timeout_s: float) -> None:  # noqa: B027
-        """Wait until `open` of these indices would not block. The dialling end does not wait."""
-
-    @abstractmethod
     def close(self) -> None:
         """End waiting calls of `open`, and connections that were not taken. Idempotent."""
+        with suppress(LLMException):  # the loop has ended with all connections
+            self._control.call_soon(self.close_now)
+
+    def close_now(self) -> None:
+        """Close before this returns. Called on the loop's thread."""
+        self._closed = True
+        while self._opened:
+            self._opened.popitem()[1].close()
 
     def _failed(self, index: int, phase: str, reason: str) -> LLMException:
         return link_failed(f"{self.way}: data connection {index}: {phase}: {reason}")
@@ -76,11 +96,12 @@ class DataStreams(ABC):
     def _answer(self, greeting: bytes, hello: bytes) -> tuple[int, bytes]:
         """Return the index in a complete hello, and the answer to the hello."""
         fields, mac = hello[: _FIELDS.size], hello[_FIELDS.size :]
-        if not hmac.compare_digest(mac, self._mac(b"client", greeting, fields)):
+        if not hmac.compare_digest(mac, self.mac(b"client", greeting, fields)):
             raise Unacceptable("it does not know the secret of the link that it names")
-        return _FIELDS.unpack(fields)[1], self._mac(b"server", greeting, hello)
+        return _FIELDS.unpack(fields)[1], self.mac(b"server", greeting, hello)
 
-    def _mac(self, label: bytes, *parts: bytes) -> bytes:
+    def mac(self, label: bytes, *parts: bytes) -> bytes:
+        """Return the proof that the sender of `parts` knows the secret."""
         return hmac.digest(self.secret, label + b"".join(parts), "sha256")
 
 
@@ -89,7 +110,7 @@ OpenStreams: TypeAlias = Callable[[bytes], DataStreams]
 
 
 class DialledStreams(DataStreams):
-    """Connections that this side opens, in any thread."""
+    """Connections that this side opens."""
 
     dials = True
 
@@ -99,90 +120,122 @@ class DialledStreams(DataStreams):
         family: socket.AddressFamily,
         address: Any,
         way: str,
+        loop: ControlLoop,
         source: str = "",
         *,
         private: bool = False,
     ) -> None:
-        super().__init__(challenge, way, private=private)
-        self._family = family
-        self._address = address
-        self._source = source
-        self._mutex = Mutex()
-        self._closed = False
-        self._dialling: set[socket.socket] = set()
+        super().__init__(challenge, way, loop, private=private)
+        self._family, self._address, self._source = family, address, source
+        self._dialling: set[_Dial] = set()
 
-    def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
-        """Dial connections; see `Streams.open`.
-
-        Each step is done for all connections before the next step, so that all of them take as
-        many round trips as one.
-        """
-        deadline = time.monotonic() + timeout_s
-        streams: list[socket.socket] = []
-        hellos: list[tuple[bytes, bytes]] = []
-        index, phase = indices[0], "connect"
+    async def prepare(self, indices: Sequence[int], timeout_s: float) -> None:
+        """Dial all connections at once; see `DataStreams.prepare`."""
+        if self._closed and indices:
+            raise self._failed(indices[0], "connect", ENDED)
+        dials: list[_Dial] = []
+        index = 0
         try:
-            for index in indices:  # noqa: B007 - the error names the index
-                streams.append(stream := socket.socket(self._family, socket.SOCK_STREAM))
-                bind_source(stream, self._source)
-                self._begin(stream)
-            for index, stream in zip(indices, streams, strict=True):
-                phase = "connect"
-                _await_connected(stream, deadline)
-                phase = "greet"
-                greeting = _receive(stream, GREETING_NBYTES, deadline)
-                phase = "authenticate"
-                hellos.append((greeting, self._send_hello(stream, greeting, index)))
-            for index, stream, sent in zip(indices, streams, hellos, strict=True):  # noqa: B007
-                self._check_answer(_receive(stream, _MAC_NBYTES, deadline), *sent)
-                prepare(stream)
+            for index in indices:
+                dials.append(_Dial(self, index, socket.socket(self._family, socket.SOCK_STREAM)))
+                dials[-1].begin(self._address, self._source)
+            self._dialling.update(dials)
+            async with asyncio.timeout(timeout_s):
+                for dial in dials:
+                    index = dial.index
+                    await dial.done
         except BaseException as error:
-            self._forget(streams)
-            for stream in streams:
-                stream.close()
+            phase = next((dial.phase for dial in dials if dial.index == index), "connect")
+            for dial in dials:
+                dial.end(OSError(ENDED))
+                dial.stream.close()
             if not isinstance(error, OSError):
                 raise
             reason = error.strerror or str(error)
-            if self._closed:
-                reason = ENDED
-            elif isinstance(error, TimeoutError):
+            if isinstance(error, TimeoutError):
                 reason = f"no answer within {timeout_s * 1000:.0f} ms"
             elif isinstance(error, ConnectionError) and phase == "authenticate":
                 reason += "; the peer's log says why"
             raise self._failed(index, phase, reason) from None
-        self._forget(streams)
-        return streams
+        finally:
+            self._dialling.difference_update(dials)
+        self._opened.update((dial.index, dial.stream) for dial in dials)
 
-    def close(self) -> None:
-        """End waiting calls of `open`, and refuse later ones. Idempotent, in any thread."""
-        with self._mutex:
-            self._closed = True
-            for stream in self._dialling:
-                with suppress(OSError):
-                    stream.shutdown(socket.SHUT_RDWR)
+    def close_now(self) -> None:
+        """See `DataStreams.close_now`."""
+        super().close_now()
+        for dial in self._dialling:
+            dial.end(OSError(ENDED))
 
-    def _begin(self, stream: socket.socket) -> None:
-        with self._mutex:
-            if self._closed:
-                raise ConnectionError(ENDED)
-            # Under the lock: `close` can shut down a stream only once it connects.
-            _begin_connect(stream, self._address)
-            self._dialling.add(stream)
 
-    def _send_hello(self, stream: socket.socket, greeting: bytes, index: int) -> bytes:
-        """Prove that this side knows the secret, and return the bytes sent."""
-        fields = _FIELDS.pack(_BEGINNING, index, self.link_id, secrets.token_bytes(16))
-        hello = fields + self._mac(b"client", greeting, fields)
-        stream.send(hello)  # a new connection has room
-        return hello
+class _Dial:
+    """A connection that this side opens. `done` ends once both ends have proved the secret."""
 
-    def _check_answer(self, answer: bytes, greeting: bytes, hello: bytes) -> None:
-        if not hmac.compare_digest(answer, self._mac(b"server", greeting, hello)):
+    def __init__(self, streams: DialledStreams, index: int, stream: socket.socket) -> None:
+        self.index, self.stream = index, stream
+        self._streams = streams
+        self._loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[None] = self._loop.create_future()
+        self._received = self._greeting = self._hello = b""
+
+    @property
+    def phase(self) -> str:
+        """The step that has not ended yet, for messages."""
+        if self._hello:
+            return "authenticate"
+        with suppress(OSError):
+            self.stream.getpeername()
+            return "greet"
+        return "connect"
+
+    def begin(self, address: Any, source: str) -> None:
+        """Connect. The rest happens when the peer's bytes arrive."""
+        self.stream.setblocking(False)
+        bind_source(self.stream, source)
+        error = self.stream.connect_ex(address)
+        if error not in {0, errno.EINPROGRESS}:  # EAGAIN: the queue of a Unix socket is full
+            raise OSError(error, os.strerror(error))
+        self._loop.add_reader(self.stream.fileno(), self._read)
+
+    def end(self, error: OSError) -> None:
+        """End the wait for the peer."""
+        self._loop.remove_reader(self.stream.fileno())
+        if not self.done.done():
+            self.done.set_exception(error)
+            self.done.exception()  # retrieved, so that asyncio does not warn
+
+    def _read(self) -> None:
+        """Continue with bytes of the peer, or with the system's error."""
+        awaited = _MAC_NBYTES if self._hello else GREETING_NBYTES
+        try:
+            chunk = self.stream.recv(awaited - len(self._received))
+            if not chunk:
+                raise ConnectionError("the peer has disconnected")
+            self._received += chunk
+            if len(self._received) == awaited:
+                received, self._received = self._received, b""
+                self._authenticate(received)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.end(error)
+
+    def _authenticate(self, received: bytes) -> None:
+        if not self._hello:
+            self._greeting = received
+            fields = _FIELDS.pack(
+                _BEGINNING, self.index, self._streams.link_id, secrets.token_bytes(16)
+            )
+            self._hello = fields + self._streams.mac(b"client", received, fields)
+            self.stream.send(self._hello)  # a new connection has room
+        elif hmac.compare_digest(
+            received, self._streams.mac(b"server", self._greeting, self._hello)
+        ):
+            set_options(self.stream)
+            self._loop.remove_reader(self.stream.fileno())
+            self.done.set_result(None)
+        else:
             raise OSError("it does not know the secret of this link")
-
-    def _forget(self, streams: list[socket.socket]) -> None:
-        with self._mutex:
-            self._dialling.difference_update(streams)
 
 
 def is_hello(received: bytes | bytearray) -> bool:
@@ -219,7 +272,7 @@ def bind_source(stream: socket.socket, source: str) -> None:
             raise OSError(f"tcp_source={source}: {error.strerror}") from None
 
 
-def prepare(stream: socket.socket) -> None:
+def set_options(stream: socket.socket) -> None:
     """Set the options of a data connection, at either end."""
     stream.setblocking(False)
     if stream.family == socket.AF_UNIX:
@@ -228,37 +281,3 @@ def prepare(stream: socket.socket) -> None:
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE.items():
         stream.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _begin_connect(stream: socket.socket, address: Any) -> None:
-    stream.setblocking(False)
-    try:
-        stream.connect(address)
-    except BlockingIOError as error:
-        if error.errno != errno.EINPROGRESS:  # the queue of a Unix socket is full
-            raise
-
-
-def _await_connected(stream: socket.socket, deadline: float) -> None:
-    _await(stream, select.POLLOUT, deadline)
-    if error := stream.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-        raise OSError(error, os.strerror(error))
-
-
-def _await(stream: socket.socket, events: int, deadline: float) -> None:
-    poll = select.poll()
-    poll.register(stream, events)
-    if not poll.poll(max(0.0, 1e3 * (deadline - time.monotonic()))):
-        raise TimeoutError
-
-
-def _receive(stream: socket.socket, nbytes: int, deadline: float) -> bytes:
-    """Read exactly `nbytes`."""
-    received = b""
-    while len(received) < nbytes:
-        _await(stream, select.POLLIN, deadline)
-        chunk = stream.recv(nbytes - len(received))
-        if not chunk:
-            raise ConnectionError("the peer has disconnected")
-        received += chunk
-    return received

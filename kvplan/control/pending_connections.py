@@ -15,7 +15,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from kvplan.control.auth import COOKIE_NBYTES, ClusterKey
@@ -25,11 +24,10 @@ from kvplan.control.data_streams import (
     DataStreams,
     is_hello,
     link_id_of,
-    prepare,
+    set_options,
 )
 from kvplan.control.endpoint import IPC, endpoint_of
 from kvplan.control.zmtp import GREETING_NBYTES, UNUSED_AT, Unacceptable, ZmtpValidator, greeting
-from kvplan.status import LLMException
 
 if TYPE_CHECKING:
     from kvplan.control.channel import Channel
@@ -219,7 +217,7 @@ class PendingConnections:
 class AcceptedStreams(DataStreams):
     """Data connections that arrive on this side's listener.
 
-    The loop's thread makes it. A connection stays pending until `open` waits for it.
+    A connection stays pending until `prepare` waits for it.
     """
 
     dials = False
@@ -233,30 +231,15 @@ class AcceptedStreams(DataStreams):
         *,
         private: bool,
     ) -> None:
-        super().__init__(challenge, way, private=private)
-        self._loop = loop
+        super().__init__(challenge, way, loop, private=private)
         self._pending = pending
-        self._closed = False
         self._slots: dict[int, asyncio.Future[PendingConnection]] = {}
         self._awaited: set[int] = set()
         pending.expect_link(self)
 
-    def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
-        """Wait for connections; see `Streams.open`."""
-        return self._loop.run(self._accept_all(indices, timeout_s))
-
-    async def arrived(self, indices: Sequence[int], timeout_s: float) -> None:
-        """Wait for connections, in the loop's thread; see `DataStreams.arrived`."""
-        await self._wait(indices, timeout_s)
-
-    def close(self) -> None:
-        """End waiting calls of `open`, and connections that were not taken. Idempotent."""
-        with suppress(LLMException):  # the loop has ended with all connections
-            self._loop.call_soon(self.close_now)
-
     def close_now(self) -> None:
-        """Close before this returns. Called on the loop's thread."""
-        self._closed = True
+        """See `DataStreams.close_now`."""
+        super().close_now()
         self._pending.forget_link(self)
         for slot in self._slots.values():
             if not slot.done():
@@ -272,7 +255,7 @@ class AcceptedStreams(DataStreams):
         if slot.done():
             raise Unacceptable("its index is in use, or no longer expected")
         try:
-            prepare(connection.socket)
+            set_options(connection.socket)
             connection.socket.send(answer)  # a new connection has room
         except OSError as error:
             raise Unacceptable(f"it cannot be answered: {error.strerror}") from None
@@ -280,18 +263,19 @@ class AcceptedStreams(DataStreams):
         if index in self._awaited:
             self._pending.remove(connection)
 
-    async def _wait(self, indices: Sequence[int], timeout_s: float) -> list[PendingConnection]:
-        accepted: list[PendingConnection] = []
+    async def prepare(self, indices: Sequence[int], timeout_s: float) -> None:
+        """Wait for the connections; see `DataStreams.prepare`."""
         if not indices:
-            return accepted
+            return
         if self._closed:
             raise self._failed(indices[0], "accept", ENDED)
-        # Make all slots first: `close` ends only the waits for slots that exist.
+        # Make all slots first: `close_now` ends only the waits for slots that exist.
         slots = [self._slot(index) for index in indices]
         self._awaited.update(indices)
         for slot in slots:
             if slot.done() and not slot.cancelled():
                 self._pending.remove(slot.result())
+        accepted: list[PendingConnection] = []
         try:
             async with asyncio.timeout(timeout_s):
                 for slot in slots:
@@ -305,14 +289,9 @@ class AcceptedStreams(DataStreams):
             if connection.socket.fileno() < 0:
                 reason = "it was opened before, or dropped: too many pending connections"
                 raise self._failed(index, "accept", reason)
-        return accepted
-
-    async def _accept_all(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
-        streams = []
-        for connection in await self._wait(indices, timeout_s):
-            streams.append(socket.socket(fileno=connection.socket.detach()))
-            streams[-1].setblocking(False)
-        return streams
+            stream = socket.socket(fileno=connection.socket.detach())
+            stream.setblocking(False)
+            self._opened[index] = stream
 
     def _slot(self, index: int) -> asyncio.Future[PendingConnection]:
         if index not in self._slots:

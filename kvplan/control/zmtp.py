@@ -30,7 +30,7 @@ _COMMANDS: Final = {b"NULL": 1, b"CURVE": 2}
 _ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
 _ADMITTED, _REFUSED = (b"200", b"OK"), (b"400", b"not the key of this cluster")
-_READ_NBYTES: Final = 256 << 10  # at a time
+_READ_NBYTES: Final = 64 << 10  # at a time; malloc maps and unmaps buffers from 128 KiB on
 
 
 def greeting(*, encrypted: bool, unused: bytes = bytes(GREETING_NBYTES - UNUSED_AT)) -> bytes:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -127,19 +127,18 @@ class Transitions:
 
         async def connect() -> dict[str, TransportLink]:
             deadline = time.monotonic() + timeout_s
-            in_worker = self._engine.control.in_worker
             try:
-                if streams.dials:
-                    return await in_worker(connect_each, deadline)
-                # A peer that begins many handshakes must not occupy all threads.
                 count = max(transport.num_streams(metadata) for transport, metadata in ways)
-                await streams.arrived(range(count), timeout_s)
-                async with self._accepted_workers:
+                await streams.prepare(range(count), timeout_s)
+                if all(transport.connects_at_once for transport, _ in ways):
+                    return connect_each(deadline)
+                # A peer that begins many handshakes must not occupy all threads.
+                async with nullcontext() if streams.dials else self._accepted_workers:
                     if link.state is not LinkState.LINKING:
                         raise link_failed(link.reason)
-                    return await in_worker(connect_each, deadline)
+                    return await self._engine.control.in_worker(connect_each, deadline)
             finally:
-                streams.close()
+                streams.close_now()
                 link.streams = None
 
         link.connecting = asyncio.create_task(connect())
@@ -148,8 +147,9 @@ class Transitions:
     async def connected(self, link: PeerLink) -> None:
         """Wait until `connect` has connected all transports."""
         assert link.connecting is not None
-        # Shielded: a cancelled wait must not lose the transport links that a worker makes.
-        link.transport_links = await asyncio.shield(link.connecting)
+        if not link.connecting.done():  # not `await`: a cancelled wait must not cancel it
+            await asyncio.wait((link.connecting,))
+        link.transport_links = link.connecting.result()
         for made in link.transport_links.values():
             if (renewable := made.renewable) is not None:  # true for one transport at most
                 assert link.channel is not None
@@ -266,7 +266,7 @@ class Transitions:
         """Close the access to the peer's memory. Transfers then fail with the error of `state`."""
         self._unwatch(link)
         if link.streams is not None:
-            link.streams.close()
+            link.streams.close_now()
         if link.connecting is None:
             return
         close = partial(_close_result, link.refusal_in(state, reason))

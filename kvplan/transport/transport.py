@@ -44,12 +44,14 @@ class Transport(ABC):
     Attributes:
         name: The name of the transport at both ends, such as "local".
         reaches: The kinds of memory that can be registered.
+        connects_at_once: True if `connect` waits only for its `streams`.
         maps_host: True if the transport maps host memory for a device that can map it only once.
             Then the device's own runtime should allocate host memory, and nothing else should pin
             it.
     """
 
     name: ClassVar[str]
+    connects_at_once: ClassVar[bool] = False
     maps_host: bool = False
     reaches: frozenset[Kind]
     _registrations: Registrations[Any, Any]

@@ -116,6 +116,36 @@ def test_both_ends_call_each_other(make_end: MakeEnd) -> None:
     ]
 
 
+class Immediate(Streaming):
+    """A transport that waits only for its connections; `threads` has those that called it."""
+
+    connects_at_once = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[str] = []
+
+    def num_streams(self, metadata: bytes) -> int:
+        return COUNT
+
+    def connect(self, metadata: bytes, **given: Any) -> Any:
+        self.threads.append(threading.current_thread().name)
+        for stream in given["streams"].open(range(COUNT), given["timeout_ms"] / 1000):
+            stream.close()
+        return LocalTransport.connect(self, metadata, **given)
+
+
+def test_a_transport_that_waits_only_for_its_connections_needs_no_worker(
+    make_end: MakeEnd,
+) -> None:
+    ends = [make_end(number, transports=[Immediate()]) for number in (1, 2)]
+    ends[0].link(ends[1].cluster)
+    for number, end in enumerate(ends, 1):
+        (transport,) = end.transports
+        assert isinstance(transport, Immediate)
+        assert transport.threads == [f"kvplan-control-{number}"]
+
+
 class Waiting(Streaming):
     """A transport that waits for a connection; `ended` receives the outcome."""
 

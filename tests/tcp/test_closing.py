@@ -38,6 +38,7 @@ directions = pytest.mark.parametrize("direction", DIRECTIONS)
 def wait_for_failure(link: TcpNativeLink) -> str:
     assert select.select([link.death_fd], [], [], TIMEOUT_MS / 1000)[0], "the link did not fail"
     assert link.failure is not None
+    assert not link.is_up
     status, message = link.failure
     assert status == KVN_PEER_GONE
     return message
@@ -102,6 +103,7 @@ def test_the_end_of_one_connection_ends_all(service: TcpService, steady_peer: Tc
     wait_for_failure(link)
     assert link.connections == 3
     link.close("it has failed")
+    assert not link.is_up
 
 
 class Pair:

@@ -23,6 +23,7 @@ struct kvn_tcp_link {
     kvn_tcp_service *service;
     pthread_mutex_t mutex; /* taken after a client's own */
     bool has_failed, is_closed;
+    atomic_bool is_up; /* neither of them; for readers without the mutex */
     kvn_failure why;
     int death;
     unsigned count;
@@ -46,6 +47,7 @@ static void on_failed(void *context, int code, const char *why)
     pthread_mutex_lock(&self->mutex);
     if (!self->has_failed && !self->is_closed) {
         self->has_failed = true;
+        atomic_store(&self->is_up, false);
         kvn_fail(&self->why, KVN_PEER_GONE, code, "%s", why);
         shut_all(self);
         if (write(self->death, &one, sizeof one) < 0)
@@ -65,6 +67,8 @@ bool kvn_tcp_link_has_failed(kvn_tcp_link *self, kvn_failure *why)
     pthread_mutex_unlock(&self->mutex);
     return has_failed;
 }
+
+bool kvn_tcp_link_is_up(const kvn_tcp_link *self) { return atomic_load(&self->is_up); }
 
 unsigned kvn_tcp_link_connections(const kvn_tcp_link *self) { return self->count; }
 
@@ -163,6 +167,7 @@ int kvn_tcp_link_create(kvn_tcp_service *service, const int *clients, const int 
     kvn_tcp_service_hold(service);
     self->death = death;
     self->count = count;
+    atomic_init(&self->is_up, true);
     pthread_mutex_init(&self->mutex, NULL);
     for (unsigned i = 0; i < count; i++) {
         pair *it = &self->pairs[i];
@@ -190,6 +195,7 @@ void kvn_tcp_link_close(kvn_tcp_link *self, const char *why)
     pthread_mutex_lock(&self->mutex);
     const bool was_closed = self->is_closed;
     self->is_closed = true;
+    atomic_store(&self->is_up, false);
     pthread_mutex_unlock(&self->mutex);
     if (was_closed)
         return;

@@ -23,6 +23,8 @@ kvn_tcp_client *kvn_tcp_link_client(kvn_tcp_link *self, unsigned index);
 int kvn_tcp_link_stage(kvn_tcp_link *self, unsigned index, kvn_failure *failure);
 /* Descriptor that polls readable once the link has failed; -1 after close. */
 int kvn_tcp_link_death(kvn_tcp_link *self);
+/* True until the link fails or is closed; takes no mutex. */
+bool kvn_tcp_link_is_up(const kvn_tcp_link *self);
 /* True, with the reason, if the link has failed. */
 bool kvn_tcp_link_has_failed(kvn_tcp_link *self, kvn_failure *why);
 /* Ends transfers in flight with `why`; after that no memory is read or written for the peer. Idempotent. */

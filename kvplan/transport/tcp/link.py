@@ -67,6 +67,11 @@ class TcpPeerMemory(PeerMemory):
         made._extra_checks, made._backends = self._extra_checks_with(leases), {}
         return made
 
+    def check(self, tensors: range | None = None) -> None:
+        """See `PeerMemory.check`. A transfer itself checks that it runs in the link's process."""
+        if not self._link.native.is_up:
+            self._link.check()  # raises
+
     def _check_device(self, local: TensorMemory) -> None:
         """Refuse memory of a device other than the link's."""
         ours = self._link.device
@@ -92,9 +97,7 @@ class TcpLink(TransportLink):
         self, native: TcpNativeLink, metadata: Metadata, way: str, device: Device | None
     ) -> None:
         super().__init__(metadata)
-        self.native = native
-        self.way = way
-        self.device = device
+        self.native, self.way, self.device = native, way, device
 
     @property
     def death_fd(self) -> int | None:

@@ -42,6 +42,7 @@ class TcpTransport(Transport):
     """
 
     name: ClassVar[str] = TcpLink.transport
+    connects_at_once: ClassVar[bool] = True
 
     def __init__(
         self,

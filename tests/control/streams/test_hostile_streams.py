@@ -79,7 +79,11 @@ def test_other_versions_and_protocols_are_refused_at_their_first_byte(
 def test_a_recorded_session_cannot_be_replayed(conversation: Conversation, link: Link) -> None:
     proxy = RecordingProxy(conversation.server.endpoint)
     way = DialledStreams(
-        link.challenge, socket.AF_INET, (proxy.endpoint.host, proxy.endpoint.port), "proxy"
+        link.challenge,
+        socket.AF_INET,
+        (proxy.endpoint.host, proxy.endpoint.port),
+        "proxy",
+        conversation.loop,
     )
     near, far = open_one(way, 0), open_one(link.far, 0)
     far.settimeout(DEADLINE_S)
@@ -98,7 +102,9 @@ def test_a_recorded_session_cannot_be_replayed(conversation: Conversation, link:
     # The reverse: a server that replays the bytes of the real one.
     with listening() as server, ThreadPoolExecutor(1) as threads:
         played = threads.submit(play, server, bytes(proxy.heard))
-        replayed = DialledStreams(link.challenge, socket.AF_INET, server.getsockname(), "replayed")
+        replayed = DialledStreams(
+            link.challenge, socket.AF_INET, server.getsockname(), "replayed", conversation.loop
+        )
         assert refusal(replayed) == (
             "replayed: data connection 0: authenticate: it does not know the secret of this link"
         )
@@ -127,11 +133,13 @@ def play(server: socket.socket, said: bytes) -> bytes:
         (b"g" * 96, "authenticate: it does not know the secret of this link"),
     ],
 )
-def test_a_server_that_does_not_know_the_secret_is_refused(said: bytes, reason: str) -> None:
+def test_a_server_that_does_not_know_the_secret_is_refused(
+    loop: ControlLoop, said: bytes, reason: str
+) -> None:
     with listening() as server, ThreadPoolExecutor(1) as threads:
         threads.submit(play, server, said)
         timeout_s = DEADLINE_S if len(said) == 96 else 0.05
-        streams = DialledStreams(b"c" * 16, socket.AF_INET, server.getsockname(), "there")
+        streams = DialledStreams(b"c" * 16, socket.AF_INET, server.getsockname(), "there", loop)
         assert refusal(streams, 1, timeout_s=timeout_s).startswith(
             f"there: data connection 1: {reason}"
         )

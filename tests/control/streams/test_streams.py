@@ -59,12 +59,12 @@ def test_ends_may_come_in_any_order_and_at_once(link: Link) -> None:
                 assert say(one, other) == b"data"
 
 
-def test_all_connections_of_a_link_take_as_many_round_trips_as_one() -> None:
+def test_all_connections_of_a_link_take_as_many_round_trips_as_one(loop: ControlLoop) -> None:
     """The peer answers each step only when all connections have taken it."""
     count, challenge = 5, b"c" * 16
     secret = derived(challenge, b"kvplan data secret")
     with listening() as server, ExitStack() as held, ThreadPoolExecutor(1) as threads:
-        streams = DialledStreams(challenge, socket.AF_INET, server.getsockname(), "there")
+        streams = DialledStreams(challenge, socket.AF_INET, server.getsockname(), "there", loop)
         dialling = threads.submit(streams.open, range(count), DEADLINE_S)
         accepted = [held.enter_context(server.accept()[0]) for _ in range(count)]
         for stream in accepted:
@@ -78,6 +78,27 @@ def test_all_connections_of_a_link_take_as_many_round_trips_as_one() -> None:
             with near:
                 near.settimeout(DEADLINE_S)
                 assert say(near, far) == b"data"
+
+
+def test_what_the_listener_says_may_come_in_pieces(loop: ControlLoop) -> None:
+    """Nothing after its answer is read."""
+    challenge = b"c" * 16
+    with listening() as server, ThreadPoolExecutor(1) as threads:
+        streams = DialledStreams(challenge, socket.AF_INET, server.getsockname(), "there", loop)
+        dialling = threads.submit(open_one, streams, 0)
+        accepted, _ = server.accept()
+        with accepted:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            greeting = bytes(range(GREETING_NBYTES))
+            for byte in greeting:
+                accepted.sendall(bytes((byte,)))
+            proof = b"server" + greeting + accepted.recv(64, socket.MSG_WAITALL)
+            answer = hmac.digest(derived(challenge, b"kvplan data secret"), proof, "sha256")
+            accepted.sendall(answer[:1])
+            accepted.sendall(answer[1:] + b"data")
+            with dialling.result() as near:
+                near.settimeout(DEADLINE_S)
+                assert near.recv(64) == b"data"
 
 
 def test_if_one_connection_fails_none_is_left(link: Link) -> None:
@@ -148,10 +169,10 @@ def test_an_index_can_be_opened_once(link: Link) -> None:
     link.check(3)
 
 
-def test_the_peer_that_does_not_listen_is_named(link: Link) -> None:
+def test_the_peer_that_does_not_listen_is_named(loop: ControlLoop) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
-    streams = DialledStreams(b"c" * 16, socket.AF_INET, address, "1.2.3.4:5 -> 6.7.8.9:1")
+    streams = DialledStreams(b"c" * 16, socket.AF_INET, address, "1.2.3.4:5 -> 6.7.8.9:1", loop)
     assert refusal(streams, 9) == (
         "1.2.3.4:5 -> 6.7.8.9:1: data connection 9: connect: Connection refused"
     )
@@ -200,9 +221,9 @@ class TestSource:
         assert error.value.args[0] == expected
 
 
-def test_a_deadline_that_has_passed_does_not_wait() -> None:
+def test_a_deadline_that_has_passed_does_not_wait(loop: ControlLoop) -> None:
     with listening() as server:
-        streams = DialledStreams(b"c" * 16, socket.AF_INET, server.getsockname(), "there")
+        streams = DialledStreams(b"c" * 16, socket.AF_INET, server.getsockname(), "there", loop)
         assert refusal(streams, timeout_s=0).endswith(": no answer within 0 ms")
 
 
@@ -214,9 +235,9 @@ class TestClose:
             assert waiting.result().endswith("accept: the link is not being made any more")
         assert refusal(link.far).endswith("the link is not being made any more")
 
-    def test_ends_a_connect(self) -> None:
+    def test_ends_a_connect(self, loop: ControlLoop) -> None:
         with listening() as server, ThreadPoolExecutor(1) as threads:
-            streams = DialledStreams(b"c" * 16, socket.AF_INET, server.getsockname(), "there")
+            streams = DialledStreams(b"c" * 16, socket.AF_INET, server.getsockname(), "there", loop)
             dialling = threads.submit(refusal, streams, timeout_s=6 * DEADLINE_S)
             stream, _ = server.accept()
             with stream:
