@@ -65,7 +65,7 @@ _MPS_ENABLED: Final = 133
 
 
 def restrictions(device: CudaDevice, kernel: str) -> list[str]:
-    """Return sentences about restrictions of a device here, and their consequences.
+    """Return sentences about what restricts a device on this host, with the consequences.
 
     Args:
         device: The device.
