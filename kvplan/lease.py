@@ -230,7 +230,7 @@ class BlockLease(_Packed):
         return f"lease {self.lease_id}{f' of {self.tag}' if self.tag else ''}"
 
     def to_bytes(self) -> bytes:
-        """Return the lease as bytes: about 100, plus 1 to 5 for each block."""
+        """Return the lease as bytes: about 100, plus 1 to 9 for each block."""
         body = _encoder.encode(_fields_of(self))
         return _digest(body) + body
 
