@@ -24,8 +24,8 @@ struct kvn_failure;
 typedef struct kvn_batch_end {
     /* Called once, when the backend no longer touches a byte of the batch: from any thread, `submit`'s included, and
      * possibly with locks held. `wait` then waits only for this call. `status` is that of the outcome.
-     * `release` of the request returns only after this call has. It takes no lock of a backend, and calls no
-     * backend. */
+     * `release` of the request returns only after this call has. The callback takes no lock of a backend, and
+     * calls no backend. */
     void (*call)(struct kvn_batch_end *self, int status);
     /* Called by backends of devices, every few milliseconds while the batch is in flight, by one thread at a time and
      * not after `call`; never blocks. KVN_OK, or the reason why the backend must stop touching the bytes of the batch.

@@ -161,10 +161,7 @@ class CudaSharing:
 
 
 class CudaDevice(Device):
-    """A CUDA device of this process, for the lifetime of one engine. Any thread may use it.
-
-    A forked child cannot use it.
-
+    """A CUDA device of this process; see `Device`.
     Args:
         device_id: Its number among the devices in CUDA_VISIBLE_DEVICES.
         library: The library of the driver; None: the installed one, in the primary context.
