@@ -162,6 +162,7 @@ class CudaSharing:
 
 class CudaDevice(Device):
     """A CUDA device of this process; see `Device`.
+
     Args:
         device_id: Its number among the devices in CUDA_VISIBLE_DEVICES.
         library: The library of the driver; None: the installed one, in the primary context.
