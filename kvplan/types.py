@@ -475,8 +475,8 @@ class KvCacheExtParam:
     Attributes:
         src_layer_range: layers of the source; a `LayerRange`.
         dst_layer_range: equally many layers of the destination.
-        tensor_num_per_layer: consecutive tensors of one layer. None: determined by the layout of
-            the caches, or 2 without a layout. With ranges it must divide the number of tensors.
+        tensor_num_per_layer: tensors of one layer, a divisor of the number of tensors. None: as the
+            layout of the caches says; without one 2, or 1 for an odd number without ranges.
     """
 
     src_layer_range: LayerRange = None
