@@ -476,7 +476,7 @@ class KvCacheExtParam:
         src_layer_range: layers of the source; a `LayerRange`.
         dst_layer_range: equally many layers of the destination.
         tensor_num_per_layer: tensors of one layer, a divisor of the number of tensors. None: as the
-            layout of the caches says; without one 2, or 1 for an odd number without ranges.
+            layout or shard says; without them 2, or 1 for an odd number without ranges.
     """
 
     src_layer_range: LayerRange = None
