@@ -9,8 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# First, not deep in our own imports: at the edge of a 16 KiB chunk of CPython 3.11's stack, each
-# call maps and unmaps a chunk, and NumPy's import takes a fifth longer.
+# Imported first, not deep in our own imports: at the edge of a 16 KiB chunk of CPython 3.11's
+# stack, each call maps and unmaps a chunk, and NumPy's import takes a fifth longer.
 import numpy as _numpy  # noqa: F401, ICN001
 
 from kvplan.layout import CacheLayout, Interleaved, Shard

@@ -171,10 +171,9 @@ class Interleaved:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of the model that a cache holds.
+    """The part of the model that a cache holds: layers, KV heads and tokens of each request.
 
-    Layers (pipeline parallelism), KV heads (tensor parallelism) and tokens of each request
-    (context parallelism).
+    They are shared out by pipeline, tensor and context parallelism.
 
     Args:
         layers: layers of the model, ascending: a range, or a sequence of numbers with gaps, such as
@@ -188,6 +187,7 @@ class Shard:
 
     Raises:
         TypeError: a field of the wrong type.
+        ValueError: `num_layers` or `num_heads` outside uint32.
         LLMException: LLM_PARAM_INVALID: no number, numbers that do not ascend or are outside the
             model, heads or tokens with gaps, or numbers without the total of the model.
     """

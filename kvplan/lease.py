@@ -193,7 +193,7 @@ class BlockLease(_Packed):
         for name, slot, generation in words:
             if not isinstance(name, str):
                 raise TypeError(f"transport={shown(name)} must be str")
-            if len(name) > _MAX_NAME:  # `_places_of` keeps names longer than leases
+            if len(name) > _MAX_NAME:  # the cache of `_places_of` keeps names after their leases
                 raise invalid(f"transport={shown(name)} must have at most {_MAX_NAME} characters")
             check_width("slot", slot, 0, _MAX_SLOT)
             check_width("generation", generation, 0, UINT64_MAX)
@@ -230,7 +230,7 @@ class BlockLease(_Packed):
         return f"lease {self.lease_id}{f' of {self.tag}' if self.tag else ''}"
 
     def to_bytes(self) -> bytes:
-        """Return the lease as bytes: about 100, plus 1 to 5 for each block."""
+        """Return the lease as bytes: about 100, plus 1 to 9 for each block."""
         body = _encoder.encode(_fields_of(self))
         return _digest(body) + body
 

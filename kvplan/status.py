@@ -66,7 +66,7 @@ class LLMException(RuntimeError):
         unconfirmed: see below.
 
     Attributes:
-        origin: the (layer, tensor, block span) of the plan that failed first; None: unknown.
+        origin: the `Plan.origin` of the descriptor that failed first; None: unknown.
         unconfirmed: half-open spans of indices of descriptors whose bytes may not have arrived;
             empty if nothing was submitted.
     """
@@ -127,7 +127,7 @@ def busy(message: str) -> LLMException:
 
 
 def not_linked(message: str) -> LLMException:
-    """Return the error of a peer with which this engine has no link, or has ended it."""
+    """Return the error of a peer with which this engine has no link, or no longer has one."""
     return LLMException(message, status_code=LLMStatusCode.LLM_NOT_YET_LINK)
 
 
@@ -140,5 +140,5 @@ def finalized() -> LLMException:
 
 
 def within(where: str, error: LLMException) -> LLMException:
-    """Return the same error with the place or phase of its cause in front of its message."""
+    """Return an error of equal status, with the place or phase of the cause before its message."""
     return LLMException(f"{where}: {error.args[0]}", status_code=error.status_code)

@@ -1,6 +1,6 @@
 """Values that describe caches and transfers: frozen, typed, without behaviour.
 
-Names, fields and defaults are those of the C++ and Python interface of LLM-DataDist.
+Names and fields are those of the C++ and Python interface of LLM-DataDist; kvplan adds some fields.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class CacheDesc:
             below 1; a format that is not a layout of these dimensions, or has more than 256
             characters; an index outside the shape; a row that is not contiguous or not whole
             bytes; a row_stride below the size of a row; tensors too large to address; a shard
-            that does not fit the shape, or has heads that the layout does not name.
+            that does not fit the shape, or has heads or tokens that the layout does not name.
     """
 
     num_tensors: int
@@ -249,7 +249,7 @@ class CacheDesc:
 
         Args:
             tensors: tensors of one shape and type, of the host or of a device: NumPy, torch,
-                DLPack, or the buffer protocol.
+                DLPack, the CUDA array interface, or the buffer protocol.
             layout: the dimensions of each tensor, in its own order, as for `CacheLayout`; None:
                 unknown, and rows are opaque.
             data_type: type of the elements if it is not that of the tensors, such as DT_BF16 of an
@@ -475,8 +475,8 @@ class KvCacheExtParam:
     Attributes:
         src_layer_range: layers of the source; a `LayerRange`.
         dst_layer_range: equally many layers of the destination.
-        tensor_num_per_layer: consecutive tensors of one layer. None: determined by the layout of
-            the caches, or 2 without a layout. With ranges it must divide the number of tensors.
+        tensor_num_per_layer: tensors of one layer, a divisor of the number of tensors. None: as the
+            layout or shard says; without them 2, or 1 for an odd number without ranges.
     """
 
     src_layer_range: LayerRange = None

@@ -45,7 +45,7 @@ typedef struct kvn_span {
 /* The outcome of a request. Spans are ascending and disjoint; a descriptor outside of them is confirmed. */
 typedef struct kvn_report {
     int32_t status;
-    int32_t code;            /* error of the system: errno, aclError or HcclResult */
+    int32_t code;            /* errno, or the code of the library: aclError, HcclResult, CUresult, ucs_status_t */
     uint64_t failed;         /* first descriptor known to have failed, or KVN_NO_DESCRIPTOR */
     uint64_t bytes_done;
     uint32_t num_unconfirmed;

@@ -20,15 +20,16 @@ typedef enum kvn_caller {
 
 struct kvn_failure;
 
-/* The callback for the end of a batch, which is called even if no thread waits for the outcome. */
+/* The callbacks of a batch. They are called even if no thread waits for the outcome. */
 typedef struct kvn_batch_end {
     /* Called once, when the backend no longer touches a byte of the batch and its report is complete: from any thread,
      * `submit`'s included, and possibly with locks held. No call on the request returns the outcome before this call
-     * has returned; `wait` then waits only for this call. `status` is that of the outcome. It takes no lock of a
-     * backend, and calls no backend. */
+     * has returned; `wait` then waits only for this call. `status` is that of the outcome. The callback takes no
+     * lock of a backend, and calls no backend. */
     void (*call)(struct kvn_batch_end *self, int status);
-    /* Called every few milliseconds while the batch is in flight, by one thread at a time and not after `call`; never
-     * blocks. KVN_OK, or the reason why the backend must stop touching its bytes. NULL: they may always be touched. */
+    /* Called by backends of devices, every few milliseconds while the batch is in flight, by one thread at a time and
+     * not after `call`; never blocks. KVN_OK, or the reason why the backend must stop touching the bytes of the batch.
+     * NULL: they may always be touched. */
     int (*look)(struct kvn_batch_end *self, struct kvn_failure *why);
 } kvn_batch_end;
 

@@ -35,9 +35,9 @@ def locate(
     """Find the differences between a cache and its expected content, in bytes that `plan` wrote.
 
     Args:
-        expected, found: the expected and the actual tensors of the destination: contiguous NumPy
-            arrays, or CPU tensors that have `__dlpack__`, one for each tensor at dst. The tensors
-            of several parts follow each other.
+        expected, found: the expected and the actual tensors of the destination: NumPy arrays, or
+            contiguous CPU tensors of any library, one for each tensor at dst. The tensors of
+            several parts follow each other.
         plan: the executed plan.
         source: the tensors of the source, if available. The result then tells whether the bytes
             were copied as planned, and recognizes bytes of other requests.

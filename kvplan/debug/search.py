@@ -156,7 +156,7 @@ class Search:
 
 
 class _Read(NamedTuple):
-    """The sources of bytes of a dst tensor; each column has one entry for each byte."""
+    """The sources of cells of a dst tensor; each column has one entry for each cell."""
 
     descriptors: Offsets
     tensors: Offsets
@@ -166,7 +166,7 @@ class _Read(NamedTuple):
 def _read(
     part: Part, runs: Segments, places: list[tuple[int, int]], tensor: int, offsets: Offsets
 ) -> _Read:
-    """Return the descriptors that write these bytes of a dst tensor, and their sources."""
+    """Return the descriptors that write the cells at `offsets` of a dst tensor, and the sources."""
     order = np.argsort(runs.dst_offsets)
     starts = runs.dst_offsets[order].astype(np.int64)
     ends = starts + runs.nbytes[order].astype(np.int64)

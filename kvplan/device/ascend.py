@@ -84,9 +84,9 @@ def load_library() -> AclLibrary:
 
 
 class AscendDevice(Device):
-    """An Ascend device of this process, for the lifetime of one engine. Any thread may use it.
+    """An Ascend device of this process; see `Device`.
 
-    A forked child cannot use it. If `library` is None, the installed library is used.
+    If `library` is None, the installed library is used.
 
     Attributes:
         notes_pins: True if pinning does not map memory for the device (since CANN 8.5). Memory

@@ -65,7 +65,7 @@ _MPS_ENABLED: Final = 133
 
 
 def restrictions(device: CudaDevice, kernel: str) -> list[str]:
-    """Return sentences about restrictions of a device here, and their consequences.
+    """Return sentences about what restricts a device on this host, with the consequences.
 
     Args:
         device: The device.
@@ -161,9 +161,7 @@ class CudaSharing:
 
 
 class CudaDevice(Device):
-    """A CUDA device of this process, for the lifetime of one engine. Any thread may use it.
-
-    A forked child cannot use it.
+    """A CUDA device of this process; see `Device`.
 
     Args:
         device_id: Its number among the devices in CUDA_VISIBLE_DEVICES.

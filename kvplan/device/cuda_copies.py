@@ -1,4 +1,4 @@
-"""The tuning of a CUDA device's copies, stored for each kind of GPU.
+"""The tuning of a CUDA device's copies, stored for each kind of GPU and version of CUDA.
 
 There are three ways: one launch of kvplan's kernel for a whole batch, the driver's batch call, and
 one driver copy for each descriptor (kvnative/src/cuda/copies.h). `kvplan tune` measures them. An
@@ -38,7 +38,7 @@ def key_of(device: Device) -> str:
 
 
 def save(device: Device, tunings: Tunings) -> None:
-    """Store the tunings for this kind of GPU, and keep those of other kinds."""
+    """Store the tunings under the key of this GPU, and keep those of other keys."""
     path = cache_path(FILE_NAME)
     machines = read_machines(path, FILE_VERSION)
     machines[key_of(device)] = {
@@ -49,7 +49,7 @@ def save(device: Device, tunings: Tunings) -> None:
 
 
 def load(device: Device) -> Tunings | None:
-    """Return the tunings that are stored for this kind of GPU, or None."""
+    """Return the tunings that are stored under the key of this GPU, or None."""
     path = cache_path(FILE_NAME)
     machines = read_machines(path, FILE_VERSION)
     key = key_of(device)
@@ -79,7 +79,7 @@ def apply(device: Device, tunings: Tunings) -> None:
 
 
 def describe(device: Device) -> dict[str, str]:
-    """Describe how the device copies now, by direction and between two GPUs."""
+    """Describe the tunings, by direction and between two GPUs; limits by options are not shown."""
     tunings = {direction: copy_tuning(device.native, direction) for direction in COPY_DIRECTIONS}
     with_batches = has_batches(device)
     return {

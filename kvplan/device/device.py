@@ -119,6 +119,7 @@ class Device:
         """Return new zeroed memory of the device, which is freed with its last reference.
 
         Raises:
+            ValueError: `nbytes` is 0, or not a uint64.
             LLMException: LLM_DEVICE_OUT_OF_MEMORY, with the free bytes; an error of the library.
         """
         try:

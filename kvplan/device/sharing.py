@@ -143,8 +143,8 @@ class Sharing(Protocol):
 
         Args:
             ref: The reference that the peer has published; not trusted.
-            batches: Its pieces in batches, not trusted; empty if it has a handle. The pieces of a
-                batch are closed when the next batch is requested.
+            batches: The pieces of the allocation, not trusted; empty if it has a handle. The
+                descriptors of a batch are closed when the next batch is requested.
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: this device does not reach that memory, and why;

@@ -20,16 +20,16 @@ Numbers = NDArray[np.int64]
 
 
 class Places(NamedTuple):
-    """The ends of bands on one side."""
+    """The ends of bands on one side: rows, and pieces inside of the first and the last row."""
 
-    first: Numbers  # the first row, as `last` is the last
+    first: Numbers
     last: Numbers
-    begin: Numbers  # in the first row, counted in pieces; `end` in the last row
+    begin: Numbers
     end: Numbers
 
 
 class Bands:
-    """All bands of a part, in the order of the request."""
+    """All bands of a part, in the order of the block table; if that is unknown, of dst."""
 
     def __init__(self, part: Part) -> None:
         self.part = part
@@ -39,7 +39,7 @@ class Bands:
         ends = [column.astype(np.int64) for column in segments.ends()]
         src, src_parts = _places(part.src, columns[0], ends[0])
         dst, dst_parts = _places(part.dst, columns[1], ends[1])
-        self.parts = src_parts, dst_parts  # pieces (tokens, or bytes) of a row
+        self.parts = src_parts, dst_parts  # pieces of a row
         entries = self._entries(dst)
         keys = (entries[0], dst.first, dst.begin, dst.last, dst.end, *src)
         self._order = np.lexsort(keys[::-1])
@@ -60,7 +60,7 @@ class Bands:
         return len(self._starts)
 
     def label(self, band: int) -> str:
-        """Return the text inside a box: entries, tokens, or the number of the band."""
+        """Return the text inside a box: entries, tokens, or the number of one of several bands."""
         if self.labelled_by == "entry":
             return _spans(self._positions(band))
         if self.labelled_by == "token":

@@ -1,4 +1,4 @@
-"""Comparison of two plans, run by run in the order of the request: layers, sizes and blocks."""
+"""Comparison of two plans, run by run: layers, sizes and blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KINDS: Final = (
 
 
 class Runs(NamedTuple):
-    """The runs of a plan, in its order.
+    """The runs of a plan, in its order; whole blocks in the order of the block table.
 
     Attributes:
         src_tensor, dst_tensor: the paired tensors, or views of tensors.
@@ -143,7 +143,7 @@ def run_text(plan: Plan, runs: Runs, index: int) -> str:
 
 
 def place_text(plan: Plan, runs: Runs, index: int) -> str:
-    """Return the place of a run in the request, as `layer 3, run 2`."""
+    """Return the place of a run in the plan, as `layer 3, run 2`."""
     part = plan.parts[int(runs.part[index])]
     several = any(other.dst != part.dst for other in plan.parts)
     label = f"part {part.label}, " if several else ""

@@ -1,4 +1,4 @@
-"""The difference between two plans, with a verdict: identical, equivalent, or different bytes."""
+"""The difference between two plans: identical, equivalent, different bytes or different caches."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ def _changed_tables(old: BlockTables, new: BlockTables) -> str:
 
 
 def changed_table(name: str, a: NDArray[np.int64], b: NDArray[np.int64]) -> str:
-    """Return the change of one block table, beginning with its name; empty if unknown."""
+    """Return the change of one block table as text; empty if it is unknown."""
     if len(a) != len(b):
         return ""
     odd = np.flatnonzero(a != b)
@@ -383,7 +383,7 @@ def changed_table(name: str, a: NDArray[np.int64], b: NDArray[np.int64]) -> str:
 
 
 def is_equivalent(old: Plan, new: Plan) -> bool:
-    """Return True if both put the same bytes into the same places, part by part."""
+    """Return True if both put the same bytes into the same places of equal caches, part by part."""
     return [part.label for part in old.parts] == [part.label for part in new.parts] and all(
         verdict(a, b).startswith(("identical", "equivalent"))
         for a, b in zip(old.parts, new.parts, strict=True)

@@ -41,7 +41,7 @@ _SIDE_WIDTH = 100
 """Maximum columns of a line that describes both sides."""
 
 TINY: Final = 2048
-"""Bytes of a descriptor below which its fixed cost exceeds that of its bytes, over "local"."""
+"""Bytes below which the fixed cost of a descriptor exceeds the cost of its bytes, over "local"."""
 
 
 def explain_plan(
@@ -226,7 +226,7 @@ def _most_runs(part: Part) -> tuple[int, int] | None:
 
 
 def _transposed(part: Part) -> str:
-    """Return the cost of rows with unlike layouts: the number of runs in a row."""
+    """Return the number and size of the runs into which rows are cut; empty if rows are whole."""
     if (most := _most_runs(part)) is None:
         return ""
     word = "cut by head or token" if part.src.layout == part.dst.layout else "transposing"

@@ -1,6 +1,6 @@
 """A picture of a plan as SVG: rows of both sides, and a band for each run between them.
 
-A browser shows the title of the band under the pointer. Readable on white and on black.
+A browser shows the title of the band under the pointer. Text is readable on white and on black.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WIDTH: Final = 960
 MARGIN: Final = 24
 TRACK: Final = 28
 SPAN: Final = 150
-MAX_ROW: Final = 88  # width of a row, if there is room
+MAX_ROW: Final = 88  # width of a row; three or fewer rows may be wider
 
 MAX_RIBBONS: Final = 512
 """Maximum bands that are drawn to scale; more are drawn as lines, and neighbours share a mark."""

@@ -1,4 +1,4 @@
-"""A plan as a table of its descriptors, line by line, and a summary of the lines left out."""
+"""A plan as a table of its descriptors, line by line, and a summary of all its segments."""
 
 from __future__ import annotations
 

@@ -244,8 +244,8 @@ class Plan:
     def assert_equivalent(self, other: Plan) -> None:
         """Fail unless `other` puts the same bytes into the same places, whatever its segments.
 
-        Both plans must have parts with the same labels in the same order. The verdict of `diff` is
-        then "identical" or "equivalent". `plan == other` also compares segments and options.
+        Both plans must have the same labels in the same order, and caches of equal meaning and
+        size. `diff` is then "identical" or "equivalent". `==` also compares segments and options.
 
         Raises:
             TypeError: `other` is not a Plan.

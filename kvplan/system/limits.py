@@ -17,7 +17,7 @@ from kvplan.status import LLMException, LLMStatusCode
 
 _ROOT: Final = Path("/")
 _LACKS: Final = frozenset({EAGAIN, EFBIG, EMFILE, ENFILE, ENOMEM, ENOSPC})
-_GONE_S: Final = 1.0  # after this time the kernel no longer counts a joined thread
+_GONE_S: Final = 1.0  # maximum wait until the kernel no longer counts a joined thread
 
 
 class MemoryLimit(NamedTuple):

@@ -17,7 +17,7 @@ _UCRED: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 class StateFile(NamedTuple):
-    """The path of a state file; the reason if it is in the runtime directory, otherwise empty."""
+    """The path of a state file, and the reason if it is in the runtime directory, or ""."""
 
     path: Path
     why_not_home: str
@@ -75,9 +75,9 @@ def runtime_directory() -> Path:
 def state_file(name: str) -> StateFile:
     """Return the path of this user's state file.
 
-    It is in XDG_STATE_HOME, the home, or the runtime directory.
-    Many containers have no writable home. A program that runs as root with another user's home must
-    not make files there that the owner of the home cannot read.
+    The file is in XDG_STATE_HOME, in the home, or else in the runtime directory: many containers
+    have no writable home. A program that runs as root with another user's home must not make files
+    there that the owner of the home cannot read.
     """
     given, home = os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~")  # noqa: PTH111
     base = Path(given) if Path(given).is_absolute() else Path(home) / ".local" / "state"

@@ -58,7 +58,7 @@ def check_present(form: TensorForm) -> None:
 def check_described(form: TensorForm, desc: CacheDesc) -> None:
     """Refuse a tensor whose form contradicts `desc`; its device is not compared.
 
-    Flat bytes need only have the right size. Dimensions of length 1 are ignored.
+    Flat bytes need only be dense and of the right size. Dimensions of length 1 are ignored.
     """
     check_present(form)
     if form.is_raw:

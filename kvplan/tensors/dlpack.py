@@ -71,7 +71,7 @@ class Exported(NamedTuple):
         bits: the bits of an element.
         dtype: the name of the type in NumPy or ml_dtypes; another text if they lack the type.
         read_only: True if the memory must not be written.
-        device: the device of the memory; None: memory that this process reaches.
+        device: the device of the memory; None: host memory.
     """
 
     capsule: object

@@ -81,7 +81,7 @@ class TensorForm:
         dtype: the data type of its library, or a name.
         address: the address of the first element.
         read_only: True if the memory must not be written.
-        device: the device of the memory; None: memory that this process reaches.
+        device: the device of the memory; None: host memory.
         owner: keeps the memory alive.
     """
 
@@ -198,7 +198,7 @@ class TensorForm:
 def numpy_dtype(data_type: DataType) -> np.dtype[Any]:
     """Return NumPy's type for the elements, or the unsigned integer of that width.
 
-    Elements of less than a byte are packed into uint8, of which a row has fewer.
+    Elements of less than a byte are packed into uint8.
     """
     return _TWINS.get(data_type) or np.dtype(f"u{max(data_type.bits // 8, 1)}")
 

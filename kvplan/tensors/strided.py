@@ -44,10 +44,10 @@ def strided_caches(
         placement: the kind of memory of the descriptors.
 
     Raises:
-        TypeError: rows that are not integers.
-        ValueError: a number outside its C type.
+        TypeError: rows that are not integers, or a number outside uint64.
+        ValueError: rows of unequal length.
         LLMException: LLM_PARAM_INVALID: rows that do not have 5 numbers, an address, length or
-            count below 1, a device below 0, overlapping pieces, or an end beyond 2**63.
+            count below 1, a device below 0, overlapping pieces, or an end of 2**63 or more.
     """
     rows = _checked(descriptors)
     kinds, kind_of = np.unique(rows[:, 1:], axis=0, return_inverse=True)
@@ -70,7 +70,7 @@ def strided_ranges(descriptors: ArrayLike) -> tuple[_Numbers, _Numbers, _Numbers
         descriptors: rows of (address, length, device, stride, count).
 
     Raises:
-        TypeError, LLMException: see `strided_caches`.
+        TypeError, ValueError, LLMException: see `strided_caches`.
     """
     pieces = pieces_of(_checked(descriptors))
     return pieces[:, 0].copy(), pieces[:, 1].copy(), pieces[:, 2].copy()

@@ -98,11 +98,12 @@ class BlockTables:
         Args:
             num_blocks: number of blocks in the pool, or the cache.
             lengths: one length: the result is its table, a list; several: a tuple of tables.
-            fragmentation: 0: a table is a run from a random block until a block is not free; 1: two
-                blocks are adjacent only by chance; in between, some runs descend.
+            fragmentation: 0: runs that end only at a used block; 1: two blocks are adjacent only by
+                chance; in between, some runs descend.
             reserved: blocks that are never used (vLLM's null block: `[0]`).
 
         Raises:
+            TypeError, ValueError: `num_blocks` is neither a description nor in [1, 2**32].
             LLMException: LLM_PARAM_INVALID: no length, too many blocks, or a wrong `fragmentation`.
         """
         total = num_blocks.batch_size if isinstance(num_blocks, CacheDesc) else num_blocks
@@ -161,10 +162,9 @@ def run_reference(
     *,
     seed: int = 0,
 ) -> Executed:
-    """Execute a plan with the NumPy reference, and return the arrays of both sides.
+    """Execute `plan` with the NumPy reference, and return the arrays of both sides.
 
     Args:
-        plan: the plan.
         src: one array for each tensor; None: random elements, none of them 0.
         dst: the same; None: zeros, so that every other value was written. For a copy inside one
             cache, give the arrays of `src`.
@@ -237,7 +237,7 @@ def request_tokens(
     Args:
         desc: the cache; its layout has an axis of tokens.
         tensors: its tensors, in its shape: of an `Executed`, or of `LlmDataDist.arrays`.
-        blocks: the block table of the request, or its slot.
+        blocks: the block table of the request; of a contiguous cache `[slot]`.
 
     Raises:
         LLMException: LLM_PARAM_INVALID: the layout is unknown or lacks an axis of tokens, or a

@@ -113,7 +113,7 @@ class GoldenPlans:
         """Return the file of the golden plan `name`; each test and name has its own file.
 
         `test_it[NHD]` and "prefill" have `test_it-NHD+prefill.json`. Characters other than letters,
-        digits, `_`, `.` and `-` become `-`; a checksum then keeps such names apart.
+        digits, `_`, `.`, `+` and `-` become `-`; a checksum keeps unusual and long names apart.
         """
         plain = re.fullmatch(r"([\w.]+)(?:\[([\w.-]+)\])?", self.test)
         stem = "-".join(filter(None, plain.groups())) if plain else self.test.removesuffix("]")
