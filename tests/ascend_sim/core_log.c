@@ -148,8 +148,10 @@ void sim_note(const char *what, const char *fields, ...) {
 int sim_error(int code, const char *text, ...) {
     va_list arguments;
     va_start(arguments, text);
-    int used = snprintf(pending, sizeof pending, "ES%04d: ", code % 10000);
-    vsnprintf(pending + used, sizeof pending - (size_t)used, text, arguments);
+    char line[sizeof pending];
+    int used = snprintf(line, sizeof line, "%sES%04d: ", *pending ? "\n" : "", code % 10000);
+    vsnprintf(line + used, sizeof line - (size_t)used, text, arguments);
+    strncat(pending, line, sizeof pending - strlen(pending) - 1);
     va_end(arguments);
     return code;
 }
