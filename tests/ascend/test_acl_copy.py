@@ -253,6 +253,22 @@ def test_errors_keep_code_and_text_and_the_channel_goes_on(
     case.assert_moved()
 
 
+def test_a_failure_is_not_explained_by_waits_that_took_long(
+    device: Device, simulator: Controls, sim_log: Log
+) -> None:
+    """The runtime keeps a text of each wait that ended with its timeout, until it is taken."""
+    case = between(device, simulator, "host_to_device", [100] * 20, pinned=True)
+    executor = Executor(device.backend("host_to_device"))
+    simulator.set("latency_us", 50_000)
+    while 507046 not in {call.code for call in sim_log.calls(WAIT)}:
+        assert executor.run(case.descriptors).status == KVN_OK
+    simulator.set("latency_us", 0)
+    simulator.add_fault(f"{FAST}:1=507899")
+    report = executor.run(case.descriptors)
+    assert (report.status, report.code) == (KVN_FAILED, 507899)
+    assert "are not done" not in report.message
+
+
 @batches
 def test_the_rest_of_a_partial_batch_is_not_confirmed(device: Device, simulator: Controls) -> None:
     case = between(device, simulator, "host_to_device", [100] * 20)

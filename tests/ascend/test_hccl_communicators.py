@@ -162,8 +162,11 @@ def test_a_step_that_fails_leaves_nothing(ends: Ends, call: str) -> None:
 def test_a_communicator_that_cannot_be_made_for_a_moment_is_made_later(
     ends: Ends, code: int, attempts: int
 ) -> None:
-    """Five retries where processes of a node may have met; none of what is refused for ever."""
-    call = "HcclCommInitClusterInfoMemConfig"
+    """Five retries where processes of a node may have met; none of what is refused for ever.
+
+    The vendor's texts of earlier attempts are in no message.
+    """
+    call, text = "HcclCommInitClusterInfoMemConfig", "a fault of the test"
     for nth in range(1, attempts):
         ends[0].fault(f"{call}:{nth}={code}")
     ends.log.restart()
@@ -172,11 +175,13 @@ def test_a_communicator_that_cannot_be_made_for_a_moment_is_made_later(
     calls = ends.log.calls(call)
     assert len(calls) == attempts
     assert calls[-1].fields["buffer_mb"] == 2, "of device memory, twice for each link"
+    assert text not in remote_error(ends, "open", "name", "{}", 0).message
     ends.log.restart()
     for nth in range(1, attempts + 1):
         ends[0].fault(f"{call}:{nth}={code}")
     failure = remote_error(ends, "open", "name", ends.table, 0)
     assert (failure.kind, failure.code) == ("HcclError", code)
+    assert failure.message.count(text) == 1
     assert ends.log.counts(call) == {call: attempts}
 
 

@@ -148,8 +148,15 @@ void sim_note(const char *what, const char *fields, ...) {
 int sim_error(int code, const char *text, ...) {
     va_list arguments;
     va_start(arguments, text);
-    int used = snprintf(pending, sizeof pending, "ES%04d: ", code % 10000);
-    vsnprintf(pending + used, sizeof pending - (size_t)used, text, arguments);
+    char line[sizeof pending / 2];
+    int used = snprintf(line, sizeof line, "ES%04d: ", code % 10000);
+    vsnprintf(line + used, sizeof line - (size_t)used, text, arguments);
+    while (*pending && strlen(pending) + strlen(line) + 2 > sizeof pending) { /* the oldest lines go */
+        const char *next = strchr(pending, '\n');
+        memmove(pending, next ? next + 1 : "", next ? strlen(next) : 1);
+    }
+    used = (int)strlen(pending);
+    snprintf(pending + used, sizeof pending - (size_t)used, "%s%s", used ? "\n" : "", line);
     va_end(arguments);
     return code;
 }

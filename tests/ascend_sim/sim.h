@@ -95,7 +95,7 @@ SIM_API void sim_violation(const char *text, ...) SIM_PRINTF(1, 2);
 SIM_API int kvsim_violations(void);
 /* The latest one; "" where there is none. Readable until this thread's next call. */
 SIM_API const char *kvsim_last_violation(void);
-/* Sets the text that aclGetRecentErrMsg gives to this thread; returns the code. */
+/* Adds a line to the text that aclGetRecentErrMsg gives to this thread; returns the code. */
 SIM_API int sim_error(int code, const char *text, ...) SIM_PRINTF(2, 3);
 /* The text of this thread, which is then forgotten; NULL where there is none. It stays readable
  * until the thread's next sim_error_take. */

@@ -122,6 +122,16 @@ def test_a_thread_keeps_its_mode(device: Device, program: Cuda) -> None:
     assert mode_of(program) == GLOBAL
 
 
+def test_a_thread_keeps_its_mode_though_its_context_cannot_be_replaced(
+    device: Device, program: Cuda, cuda_simulator: CudaControls
+) -> None:
+    program.ok("cuCtxSetCurrent", None)
+    cuda_simulator.add_fault("cuCtxSetCurrent:1=201")
+    with pytest.raises(CudaError, match="cuCtxSetCurrent: 201"):
+        device.memory()
+    assert mode_of(program) == GLOBAL
+
+
 def test_memory_that_is_freed_meanwhile_goes_later(
     device: Device, program: Cuda, capture: Callable[[], None]
 ) -> None:

@@ -300,7 +300,7 @@ def test_a_range_that_leaves_its_allocation_is_never_launched(
     assert (report.status, report.failed) == (KVN_UNMAPPED, 0)
 
 
-def test_memory_of_another_gpu_is_the_kernels_once_it_is_mapped(
+def test_memory_of_another_gpu_is_the_kernels_while_it_is_mapped(
     device: Device, cuda_simulator: CudaControls, sim_log: Log
 ) -> None:
     case = between(device, cuda_simulator, "device_to_device", [100] * 20)
@@ -324,6 +324,11 @@ def test_memory_of_another_gpu_is_the_kernels_once_it_is_mapped(
     sim_log.restart()
     assert pull(mapped.address).status == KVN_OK
     case.assert_moved()
+    assert counts(sim_log) == (1, 0, 0)
+    address = mapped.address
+    del mapped
+    report = pull(address)
+    assert (report.status, report.failed) == (KVN_UNMAPPED, 0)
     assert counts(sim_log) == (1, 0, 0)
 
 

@@ -163,11 +163,15 @@ def test_a_failed_layer_is_queued_though_others_were_never_ready(
     assert task.report.status == KVN_FAILED
 
 
-def test_a_later_failure_is_queued_though_others_were_never_ready(host: Backend) -> None:
+@pytest.mark.parametrize("is_striped", [False, True], ids=["whole", "of the last stripe"])
+def test_a_later_failure_is_queued_though_others_were_never_ready(
+    host: Backend, is_striped: bool
+) -> None:
     """No thread looks at the task when it fails."""
     held = hold(fail_at(host, 4))
     queue = CompletionQueue()
-    task = layered(Executor(held), [INLINE] * 6)
+    backend = striped([held, host], min_nbytes=1) if is_striped else held
+    task = layered(Executor(backend), [INLINE] * 6)
     queue.watch(task, task)
     task.open(2)
     assert not is_readable(queue)

@@ -119,6 +119,19 @@ def test_placed_ranges_are_sorted_and_merged(
     assert found[1] == [(each, 0, extents.index(each)) for each in sorted({*extents})]
 
 
+@pytest.mark.parametrize("left", [1, 8, 9, 17])
+def test_each_column_is_whole_however_many_ranges_are_merged(left: int) -> None:
+    whole = Pieces(*columns([(0, 2**64 - 1)], 2), None, 1)
+    for count in range(left, 70):
+        runs = [left * i // count for i in range(count)]
+        given_rows = [(1 + i + 100 * run, 10_001 + i + 100 * run, 1) for i, run in enumerate(runs)]
+        found = place(whole, whole, *columns(given_rows, 3), True)
+        assert found is not None
+        starts = [runs.index(run) + 100 * run + 1 for run in range(left)]
+        wanted = [(start + 10_000, start, runs.count(run)) for run, start in enumerate(starts)]
+        assert copies(found[0]) == wanted
+
+
 def test_ranges_that_cannot_be_placed() -> None:
     for local, remote, nbytes in (
         (9, 100, 1),

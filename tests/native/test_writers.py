@@ -279,6 +279,23 @@ class TestEntries:
         here.writer()
         del two
 
+    def test_a_writer_in_an_entry_before_another_does_not_hide_it(self) -> None:
+        """The entry was given back and is taken again, while the later one is in use."""
+        here = Here(entries=3)
+        held = hold(host_backend(here.pool))
+        earlier = here.writer()
+        executor = Executor(here.writer().around(held, here.registered))
+        del earlier
+        earlier = here.writer()
+        task = executor.submit(lower(*map(column, (0, 0, NBYTES)), *here.sides))
+        here.end()
+        (ticket,) = here.table.drain(0)
+        assert here.table.stands(ticket)
+        let_go(held)
+        assert task.wait(30_000).status == KVN_OK
+        assert here.table.drain(0) == []
+        del earlier
+
     def test_entries_of_dead_forked_children_are_taken(self) -> None:
         here = Here(entries=2)
         for _ in range(2):

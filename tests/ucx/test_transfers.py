@@ -242,6 +242,21 @@ class TestLeases:
         assert report.message == "lease 3 was released or moved by the peer, or has expired"
         assert endpoint.connected
 
+    def test_the_word_after_the_table_is_not_read(
+        self, worker: UcxWorker, peer: UcxPeer, whole: Range, local: Bytes
+    ) -> None:
+        """It has the generation that would be right, so a transfer that read it would succeed."""
+        slot, generation = peer.take()
+        few = peer.endpoint(worker, num_slots=slot)
+        few.connect(TIMEOUT_MS)
+        backend = ucx_leased(peer.backend(few, "get", [whole]), [(slot, generation, "lease 3")])
+        with Executor(backend) as executor:
+            report = executor.run(peer.descriptors("get", local, [(0, 0, 8)]), TIMEOUT_MS)
+        assert (report.status, report.unconfirmed) == (KVN_UNMAPPED, ((0, 1),))
+        assert (local == 0xA5).all()
+        few.close()
+        peer.run(f"board.release({slot}, {generation})")
+
     def test_arguments(self, peer: UcxPeer, endpoint: UcxEndpoint, whole: Range) -> None:
         with pytest.raises(ValueError, match="it must be one of ucx_backend"):
             ucx_leased(host_backend(ThreadPool(1)), [])

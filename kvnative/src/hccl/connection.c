@@ -84,6 +84,7 @@ static kvn_hccl_result make_communicator(kvn_connection *self, const kvn_communi
         pthread_mutex_unlock(&self->hccl->init);
         if (retry == RETRIES || !is_momentary(result))
             break;
+        kvn_acl_forget(self->hccl->acl); /* or the thread's next failure would have this attempt's text, too */
         pause_before(retry);
     }
     if (result != KVN_HCCL_SUCCESS)
@@ -356,8 +357,10 @@ kvn_hccl_result kvn_connection_async_error(kvn_connection *self, char *text, siz
     if (!self->hccl->calls.async_error ||
         kvn_device_enter(self->device, &previous, &failure) != KVN_OK)
         return KVN_HCCL_SUCCESS;
-    if (self->hccl->calls.async_error(self->comm, &result) != KVN_HCCL_SUCCESS)
+    if (self->hccl->calls.async_error(self->comm, &result) != KVN_HCCL_SUCCESS) {
+        kvn_acl_forget(self->hccl->acl);
         result = KVN_HCCL_SUCCESS;
+    }
     if (result != KVN_HCCL_SUCCESS)
         kvn_hccl_explain(self->hccl, "HcclGetCommAsyncError", result, text, room);
     kvn_device_leave(self->device, previous);
