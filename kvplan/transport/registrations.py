@@ -9,6 +9,7 @@ import os
 import secrets
 import threading
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -322,20 +323,34 @@ def transport_closed() -> LLMException:
     return LLMException("the transport is closed")
 
 
-class _FreeSlots:
-    def __init__(self, first: int, count: int, what: str) -> None:
-        self._released: list[int] = []
-        self._unused = iter(range(first, first + count))
-        self._full = f"all {count} {what} are taken"
+class _Numbers:
+    """Numbers of slots from `first` on, and the generation of each; 0: free."""
 
-    def take(self) -> int:
-        slot = self._released.pop() if self._released else next(self._unused, None)
-        if slot is None:
-            raise MemoryError(self._full)
-        return slot
+    def __init__(self, first: int, count: int, what: str) -> None:
+        self._first, self._count, self._what = first, count, what
+        self._released: list[int] = []
+        self._generations = array("Q")  # no dict: an owner may have 100,000 leases
+
+    def take(self, generation: int) -> int:
+        if self._released:
+            slot = self._released.pop()
+            self._generations[slot - self._first] = generation
+            return slot
+        if len(self._generations) == self._count:
+            raise MemoryError(f"all {self._count} {self._what} are taken")
+        self._generations.append(generation)
+        return self._first + len(self._generations) - 1
 
     def release(self, slot: int) -> None:
+        self._generations[slot - self._first] = 0
         self._released.append(slot)
+
+    def generation(self, slot: int) -> int:
+        at = slot - self._first
+        return self._generations[at] if 0 <= at < len(self._generations) else 0
+
+    def taken(self) -> list[tuple[int, int]]:
+        return [(slot, held) for slot, held in enumerate(self._generations, self._first) if held]
 
 
 class Slots:
@@ -348,35 +363,33 @@ class Slots:
         check_range("max_registrations", count, 1, most)
         self.num_slots = count + num_leases
         self._count = count
-        self._registrations = _FreeSlots(0, count, "registrations")
-        self._leases = _FreeSlots(count, num_leases, "leases")
-        self._taken: dict[int, int] = {}  # generations by slot
+        self._registrations = _Numbers(0, count, "registrations")
+        self._leases = _Numbers(count, num_leases, "leases")
         # Random, so that a generation of one process does not equal one of another process.
         self._generation = secrets.randbits(_START_BITS)
 
     def take(self, is_lease: bool = False, *, deadline_ns: int = 0) -> tuple[int, int]:
         """See `Generations.take`; the caller keeps the deadline."""
-        slot = (self._leases if is_lease else self._registrations).take()
         self._generation += 1
-        self._taken[slot] = self._generation
-        return slot, self._generation
+        numbers = self._leases if is_lease else self._registrations
+        return numbers.take(self._generation), self._generation
 
     def release(self, slot: int, generation: int) -> None:
         """See `Generations.release`."""
         if not self.holds(slot, generation):
             raise ValueError(f"slot {slot} does not have generation {generation} any more")
-        del self._taken[slot]
-        (self._registrations if slot < self._count else self._leases).release(slot)
+        self._numbers_of(slot).release(slot)
 
     def holds(self, slot: int, generation: int) -> bool:
         """Return whether the slot has that generation now."""
-        return self._taken.get(slot) == generation
+        return 0 < generation == self._numbers_of(slot).generation(slot)
 
     def leases(self) -> list[tuple[int, int]]:
         """Return slot and generation of each lease that has not ended."""
-        return [
-            (slot, generation) for slot, generation in self._taken.items() if slot >= self._count
-        ]
+        return self._leases.taken()
+
+    def _numbers_of(self, slot: int) -> _Numbers:
+        return self._registrations if slot < self._count else self._leases
 
 
 class Quarantine:
