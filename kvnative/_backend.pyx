@@ -69,6 +69,8 @@ cdef unsigned fill_nodes(object nodes, kvn_numa_node *each) except? 0xBAD:
         raise ValueError(f"nodes has {len(nodes)} nodes: expected at most {KVN_MAX_NODES}")
     memset(each, 0, len(nodes) * sizeof(kvn_numa_node))
     for number, processors in nodes.items():
+        if not processors:
+            raise ValueError(f"nodes[{number}] has no processor")
         each[count].number = number
         for processor in processors:
             if not 0 <= processor < CPU_SETSIZE:

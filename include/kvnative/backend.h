@@ -40,7 +40,7 @@ typedef struct kvn_span {
 } kvn_span;
 
 #define KVN_NO_DESCRIPTOR UINT64_MAX
-#define KVN_MAX_SPANS 66 /* a piece per thread, and the unclaimed tail */
+#define KVN_MAX_SPANS 66 /* a piece per thread, and the unclaimed tail; a report that needs more unites spans */
 
 /* The outcome of a request. Spans are ascending and disjoint; a descriptor outside of them is confirmed. */
 typedef struct kvn_report {
@@ -70,7 +70,8 @@ typedef struct kvn_backend_vtable {
      * KVN_CALLER_HURRIES): the batch was not taken, because it would have to wait for another one or for a free slot.
      * The caller submits it again from time to time, and without its `after` once that gate has opened. */
     int (*submit)(kvn_backend *self, const kvn_columns *batch, kvn_request **out, kvn_report *report);
-    /* KVN_PENDING, with the bytes that have moved so far, or the status of the outcome; never blocks. */
+    /* KVN_PENDING, or the status of the outcome; `bytes_done` gets the bytes that have moved so far. Never blocks; may
+     * run beside `wait`, `abort` and `block_stream` of other threads. */
     int (*poll)(kvn_backend *self, kvn_request *request, uint64_t *bytes_done);
     /* Like poll, but blocks until the outcome or the deadline; the caller's thread may help. KVN_PENDING: the deadline
      * passed, and the request is still in flight. */

@@ -179,7 +179,7 @@ class Connection:
             listener.listen(1)
             self._connect_socket(listener.getsockname()[1:].decode())
             self._loop.add_reader(listener.fileno(), self._accept_own)
-        except OSError as error:  # including ZMQError
+        except (OSError, zmq.ZMQError) as error:
             self._fail(f"no socket: {os.strerror(error.errno or 0)}")
 
     def _connect_socket(self, name: str) -> None:

@@ -74,10 +74,14 @@ class DataStreams(ABC):
         """Return the connections of these indices; see `Streams.open`."""
         if not self._opened.keys() >= set(indices):
             self._control.run(self.prepare(indices, timeout_s))
+        opened: list[socket.socket] = []
         try:
-            return [self._opened.pop(index) for index in indices]
-        except KeyError as error:  # `close_now` was faster, and has closed all of them
+            opened.extend(self._opened.pop(index) for index in indices)
+        except KeyError as error:  # `close_now` was faster, and has closed those that are left
+            for stream in opened:
+                stream.close()
             raise self._failed(error.args[0], "open", ENDED) from None
+        return opened
 
     def close(self) -> None:
         """End waiting calls of `open`, and connections that were not taken. Idempotent."""
@@ -233,7 +237,8 @@ class _Dial:
         ):
             set_options(self.stream)
             self._loop.remove_reader(self.stream.fileno())
-            self.done.set_result(None)
+            if not self.done.done():  # the waiting task was not cancelled meanwhile
+                self.done.set_result(None)
         else:
             raise OSError("it does not know the secret of this link")
 

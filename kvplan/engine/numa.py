@@ -23,6 +23,8 @@ MAX_NODE: Final = 1023
 ALL_NODES: Final = "all"
 """The choice of the processors of all nodes; the system chooses the node of memory."""
 
+_IN_A_SET: Final = frozenset(range(1024))  # the processors that a cpu_set_t of Linux can name
+
 
 def check_choice_of_node(name: str, value: object) -> None:
     """Refuse a value that is neither `ALL_NODES` nor a number that a node can have."""
@@ -79,7 +81,8 @@ def transfers_on(
     if len(nodes) < 2 or not usable:
         return default_transfers(tuning)
     if node == ALL_NODES:
-        return default_transfers(tuning, usable if len(usable) > 1 and _are_pages_told() else ())
+        bound = tuple((number, kept) for number, each in usable if (kept := each & _IN_A_SET))
+        return default_transfers(tuning, bound if len(bound) > 1 and _are_pages_told() else ())
     with _running_on(usable[0][1]):  # new threads inherit the affinity of this one
         return default_transfers(tuning, usable)
 

@@ -125,23 +125,29 @@ class Transitions:
                     raise within(transport.name, error) from error
             return made
 
+        def check_goes_on() -> None:
+            if link.state is not LinkState.LINKING:  # ended, perhaps before `connect` was called
+                raise link_failed(link.reason)
+
         async def connect() -> dict[str, TransportLink]:
             deadline = time.monotonic() + timeout_s
             try:
+                check_goes_on()
                 count = max(transport.num_streams(metadata) for transport, metadata in ways)
                 await streams.prepare(range(count), timeout_s)
+                check_goes_on()
                 if all(transport.connects_at_once for transport, _ in ways):
                     return connect_each(deadline)
                 # A peer that begins many handshakes must not occupy all threads.
                 async with nullcontext() if streams.dials else self._accepted_workers:
-                    if link.state is not LinkState.LINKING:
-                        raise link_failed(link.reason)
+                    check_goes_on()
                     return await self._engine.control.in_worker(connect_each, deadline)
             finally:
                 streams.close_now()
                 link.streams = None
 
         link.connecting = asyncio.create_task(connect())
+        link.connecting.add_done_callback(_retrieve)
         return link.publisher
 
     async def connected(self, link: PeerLink) -> None:
@@ -305,6 +311,12 @@ class Transitions:
             if link.passed_over and link.state is LinkState.LINKED
             else "",
         )
+
+
+def _retrieve(connecting: asyncio.Task[dict[str, TransportLink]]) -> None:
+    """Retrieve the error of a task for which nothing waits any more, so that asyncio logs none."""
+    if not connecting.cancelled():
+        connecting.exception()
 
 
 def _close_result(why: LLMException, connecting: asyncio.Task[dict[str, TransportLink]]) -> None:

@@ -44,14 +44,12 @@ class Transport(ABC):
     Attributes:
         name: The name of the transport at both ends, such as "local".
         reaches: The kinds of memory that can be registered.
-        connects_at_once: True if `connect` waits only for its `streams`.
         maps_host: True if the transport maps host memory for a device that can map it only once.
             Then the device's own runtime should allocate host memory, and nothing else should pin
             it.
     """
 
     name: ClassVar[str]
-    connects_at_once: ClassVar[bool] = False
     maps_host: bool = False
     reaches: frozenset[Kind]
     _registrations: Registrations[Any, Any]
@@ -216,6 +214,11 @@ class Transport(ABC):
             LLMException: LLM_PARAM_INVALID: bad metadata.
         """
         return 0
+
+    @property
+    def connects_at_once(self) -> bool:
+        """True if the next `connect` waits only for its `streams`, and does little else."""
+        return False
 
     @abstractmethod
     def connect(

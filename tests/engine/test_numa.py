@@ -119,3 +119,12 @@ def test_without_a_choice_of_node_the_process_shares_its_threads() -> None:
     assert transfers_on(1, {0: everywhere, 1: frozenset()}, None) is default_transfers()
     for nodes in ({}, {0: everywhere}, {0: everywhere, 1: frozenset()}):
         assert transfers_on("all", nodes, None) is default_transfers()
+
+
+def test_nodes_of_processors_that_no_set_names_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usable = frozenset(os.sched_getaffinity(0)) | {1024, 5000}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: usable)
+    nodes = {0: usable - {1024, 5000}, 1: frozenset({1024, 5000})}
+    assert transfers_on("all", nodes, None) is default_transfers()

@@ -12,6 +12,8 @@ import pytest
 
 from kvplan import LLMException, LLMStatusCode
 from kvplan.links import LinkState
+from kvplan.links.peer_link import PeerLink
+from kvplan.links.transitions import Transitions
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.protocol import Streams
 from tests.links.end import DEADLINE_S, End
@@ -119,11 +121,13 @@ def test_both_ends_call_each_other(make_end: MakeEnd) -> None:
 class Immediate(Streaming):
     """A transport that waits only for its connections; `threads` has those that called it."""
 
-    connects_at_once = True
-
     def __init__(self) -> None:
         super().__init__()
         self.threads: list[str] = []
+
+    @property
+    def connects_at_once(self) -> bool:
+        return True
 
     def num_streams(self, metadata: bytes) -> int:
         return COUNT
@@ -218,3 +222,25 @@ def test_an_engine_that_closes_waits_for_no_connection(make_end: MakeEnd) -> Non
         assert waiting.done.wait(DEADLINE_S)
         silent.go_on.set()
         assert call.result(DEADLINE_S).status is not LLMStatusCode.LLM_SUCCESS
+
+
+def test_a_handshake_whose_link_has_ended_connects_no_transport(
+    make_end: MakeEnd, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An unlink by force comes after the answer of the peer, and before the connections."""
+    expect, ours = Transitions.expect, Immediate()
+
+    def unlink_first(self: Transitions, link: PeerLink, challenge: bytes) -> None:
+        if link.phase:  # of the end that links
+            self.unlinked(link, "unlinked by force")
+        expect(self, link, challenge)
+
+    near, far = (
+        make_end(number, transports=[each]) for number, each in ((1, ours), (2, Immediate()))
+    )
+    monkeypatch.setattr(Transitions, "expect", unlink_first)
+    for _ in range(10):  # a task that is cancelled late may go on
+        near.check_link_fails(far.cluster, LLMStatusCode.LLM_LINK_FAILED, "unlinked by force")
+    near.links.close()
+    assert ours.threads == []  # no call of `connect`
+    assert "never retrieved" not in caplog.text

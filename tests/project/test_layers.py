@@ -17,15 +17,15 @@ ROOT = Path(__file__).parents[2]
 MAX_LINES = {
     "addressed": 714,
     "cli": 3804,
-    "control": 3601,
+    "control": 3606,
     "debug": 780,
     "device": 1252,
-    "engine": 8184,
+    "engine": 8187,
     "execution": 3143,
     "hixl": 1094,
     "inspection": 1996,
     "kvplan": 1659,
-    "links": 3970,
+    "links": 3982,
     "llm_datadist": 3827,
     "mooncake": 595,
     "nixl": 1742,
@@ -37,7 +37,7 @@ MAX_LINES = {
     "system": 476,
     "tensors": 1089,
     "testing": 471,
-    "transport": 7941,
+    "transport": 7948,
     "vllm": 2091,
 }
 """Lines of each room. Only a commit that says why may raise one."""

@@ -149,7 +149,8 @@ static int start_workers(kvn_pool *pool)
     return error;
 }
 
-/* The mutex is held for a fraction of a microsecond between pieces: spinning is faster than sleeping. */
+/* The mutex is held for a fraction of a microsecond between pieces, longer only by an abort of a large batch in a pool
+ * with nodes: spinning is faster than sleeping. */
 static void init_mutex(pthread_mutex_t *mutex)
 {
     pthread_mutexattr_t attributes;

@@ -2,7 +2,8 @@
  *
  * A job is a batch (columns) and a `move` callback. Pieces are claimed from the job's cursor by
  * bytes, not by count: large descriptors are cut, small ones grouped, and pieces shrink towards the
- * end so that all threads finish together. Nothing is allocated per descriptor or per piece.
+ * end so that all threads finish together. Nothing is allocated per descriptor or per piece, except
+ * a byte per descriptor if the pool has nodes.
  *
  * - At most `threads` pieces of a pool are in motion at any moment. A thread in kvn_job_wait helps
  *   with its own job when a place is free, instead of a worker.
@@ -14,7 +15,7 @@
  * thread takes pieces of its own node first, then those without a node, then any: so no piece waits while a place is
  * free. Jobs do not overtake each other for that.
  * - A piece is short (its backend sets the maximum): an abort claims no more pieces, and waits for those in motion. So
- * the unconfirmed spans are at most one per thread, and the unclaimed tail; with nodes, what each has left.
+ * the unconfirmed spans are at most one per thread, and the unclaimed tail; with nodes, all runs that are left.
  * - A pool belongs to the process that made it: a forked child, which has none of its threads, may only destroy it,
  * which leaks it. ThreadPool and Backend (kvnative/_backend.pyx) ensure that. */
 #ifndef KVNATIVE_HOST_POOL_H

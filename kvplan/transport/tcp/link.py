@@ -70,7 +70,7 @@ class TcpPeerMemory(PeerMemory):
     def check(self, tensors: range | None = None) -> None:
         """See `PeerMemory.check`. A transfer itself checks that it runs in the link's process."""
         if not self._link.native.is_up:
-            self._link.check()  # raises
+            self._link.check()  # raises, unless the link is just being closed
 
     def _check_device(self, local: TensorMemory) -> None:
         """Refuse memory of a device other than the link's."""

@@ -42,7 +42,6 @@ class TcpTransport(Transport):
     """
 
     name: ClassVar[str] = TcpLink.transport
-    connects_at_once: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -101,6 +100,11 @@ class TcpTransport(Transport):
             LLMException: LLM_PARAM_INVALID: bad metadata.
         """
         return 2 * min(self._connections, self._peer(metadata).connections)
+
+    @property
+    def connects_at_once(self) -> bool:
+        """See `Transport.connects_at_once`; the first link starts threads and copies all leases."""
+        return self._service is not None
 
     def connect(
         self,
