@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
-    "addressed": 714,
+    "addressed": 719,
     "cli": 3804,
     "control": 3601,
     "debug": 780,
