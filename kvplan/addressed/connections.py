@@ -157,11 +157,9 @@ class Connections:
             try:
                 link = self._link(cluster_id)
                 if link.state is LinkState.LINKED and self._used_by_peer(link):
-                    self._leave(remote_engine, cluster_id, deadline)
+                    self._leave(remote_engine, link, deadline)
                 else:
-                    self._datadist.unlink_clusters(
-                        [cluster_id], timeout_ms=_left_ms(deadline)
-                    ).raise_for_status()
+                    self._unlink(cluster_id, deadline)
             except LLMException as error:
                 code = error.status_code
                 if code is not LLMStatusCode.LLM_LINK_BUSY:
@@ -175,22 +173,29 @@ class Connections:
             else:
                 self._forget(cluster_id)
 
-    def _leave(self, remote_engine: str, cluster_id: int, deadline: float) -> None:
+    def _leave(self, remote_engine: str, link: PeerLink, deadline: float) -> None:
         """Wait for transfers of this end; then tell the peer that this end leaves the link."""
-        names = self._forget(cluster_id)  # first: no transfer begins from here on
+        names = self._forget(link.cluster_id)  # first: calls from here on do not find the engine
         try:
-            self._datadist._running().links.drain(cluster_id, _left_ms(deadline))
+            self._datadist._running().links.drain(link.cluster_id, _left_ms(deadline))
+            try:
+                self._datadist.notify(link.cluster_id, _LEAVES, timeout_ms=_left_ms(deadline))
+            except LLMException as error:
+                if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
+                    raise
+                # The peer reads no messages. The link stays until an engine is finalized.
+                self._log.info("disconnect: %s could not be notified: %s", remote_engine, error)
+            self.receive()
+            if not self._used_by_peer(link):  # the peer left meanwhile, and cannot end the link
+                self._unlink(link.cluster_id, deadline)
         except BaseException:
             with self._mutex:
                 self._connected |= names
             raise
-        try:
-            self._datadist.notify(cluster_id, _LEAVES, timeout_ms=_left_ms(deadline))
-        except LLMException as error:
-            if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
-                raise
-            # The peer reads no messages. The link stays until one of the engines is finalized.
-            self._log.info("disconnect: %s could not be notified: %s", remote_engine, error)
+
+    def _unlink(self, cluster_id: int, deadline: float) -> None:
+        results = self._datadist.unlink_clusters([cluster_id], timeout_ms=_left_ms(deadline))
+        results.raise_for_status()
 
     def frames(self, name: bytes, body: bytes) -> list[bytes]:
         """Return the engine's notifications that carry a message; the last one completes it."""

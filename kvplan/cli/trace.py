@@ -37,6 +37,7 @@ from kvplan.recording.records import (
 from kvplan.status import LLMException, LLMStatusCode
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_TOGETHER: Final = {("--sums", "--tag"), ("--plan", "--save-plan")}
 _Found = list[tuple[Recording, list[AnyRecord]]]
 
 
@@ -136,8 +137,9 @@ def trace(
     """
     chosen = {"--tag": tag, "--cluster": cluster, "--operation": operation, "--since": since}
     chosen |= {"--failed": failed or None}
-    modes = {"--compare": compared, "--sums": sums or None, "--plan": explained}
-    _check_combined(modes | {"--save-plan": saved, "--block": block}, chosen)
+    modes: dict[str, object] = {"--compare": compared, "--sums": sums or None, "--plan": explained}
+    modes |= {"--save-plan": saved, "--block": block}
+    _check_combined(modes, chosen | {"--perfetto": perfetto})
     files = tuple(_recordings_of(files))
     recordings = [read(path) for path in files]
     if operation is not None:
@@ -181,10 +183,10 @@ def trace(
 
 
 def _check_combined(modes: Mapping[str, object], chosen: Mapping[str, object]) -> None:
-    """Refuse options that choose rows beside one that does not list rows."""
+    """Refuse a second mode, and options of a list, beside a mode that does not list rows."""
     mode = next((name for name, given in modes.items() if given is not None), None)
-    for name, given in chosen.items():
-        if mode is not None and given is not None and (mode, name) != ("--sums", "--tag"):
+    for name, given in {**modes, **chosen}.items():
+        if given is not None and mode not in (None, name) and (mode, name) not in _TOGETHER:
             raise click.UsageError(f"{name} has no effect with {mode}")
 
 

@@ -63,8 +63,8 @@ _P = ParamSpec("_P")
 _Call = Callable[Concatenate["TransferEngine", _P], int]
 
 
-def _returns_status(failed: int = _FAILED) -> Callable[[_Call[_P]], _Call[_P]]:
-    """Make a method log a refusal of the engine, and then return `failed`."""
+def _returns_status(failed: int = _FAILED, name: str = "") -> Callable[[_Call[_P]], _Call[_P]]:
+    """Make a method log a refusal of the engine as that of `name`, and then return `failed`."""
 
     def decorate(method: _Call[_P]) -> _Call[_P]:
         @wraps(method)
@@ -72,7 +72,7 @@ def _returns_status(failed: int = _FAILED) -> Callable[[_Call[_P]], _Call[_P]]:
             try:
                 return method(engine, *args, **kwargs)
             except REFUSALS as error:
-                _log.warning("%s%s: %s", method.__name__, _subject(args), error, stacklevel=2)
+                _log.warning("%s: %s", name or method.__name__ + _target(args), error, stacklevel=2)
                 return failed
 
         return call
@@ -80,7 +80,7 @@ def _returns_status(failed: int = _FAILED) -> Callable[[_Call[_P]], _Call[_P]]:
     return decorate
 
 
-def _subject(args: Sequence[object]) -> str:
+def _target(args: Sequence[object]) -> str:
     """Return the peer or the address of a call for the log."""
     if not args:
         return ""
@@ -432,14 +432,14 @@ class TransferEngine:
         statuses = {self._awaited(batch) for batch in uints("batch_ids", batch_ids).tolist()}
         return 0 if statuses <= {_DONE} else _FAILED
 
-    @_returns_status()
+    @_returns_status(name="get_batch_transfer_status")  # the error has the number of the batch
     def _awaited(self, batch: int) -> int:
         """Wait for a batch, and return its status; an unknown one has failed."""
         request = self._running().requests.get(batch)
         request.task.wait_done(max(0.0, (request.data - time.monotonic()) * 1000))
         return self._status(batch)
 
-    @_returns_status()
+    @_returns_status(name="transfer_check_status")
     def transfer_check_status(self, batch_id: int) -> int:
         """Return the status of a batch: 1: done; 0: in flight; -1: failed; -2: timeout.
 

@@ -96,15 +96,17 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         """
         if unknown := named.keys() - set(_PREPARED):
             raise TypeError(f"prepXferDlist has no arguments {sorted(unknown)}")
-        values = [*given, *(named[name] for name in _PREPARED if name in named)]
-        agent = text_of(values.pop(0)) if isinstance(values[0], str | bytes) else ""
-        if isinstance(values[0], nixlXferDList):
+        agents = [named.pop("agent_name")] if "agent_name" in named else []
+        values = [*agents, *given, *(named[name] for name in _PREPARED if name in named)]
+        agent = text_of(values.pop(0)) if values and isinstance(values[0], str | bytes) else ""
+        if values and isinstance(values[0], nixlXferDList):
             kind, rows = values[0].getType(), values[0].rows
-        else:
+        elif len(values) > 1:
             kind, rows = nixl_mem_t(values[0]), _expanded(values[1])
-        is_local = agent in ("", "NIXL_INIT_AGENT", self.name)
-        if agent in ("", "NIXL_INIT_AGENT"):
-            agent = ""
+        else:
+            raise TypeError("prepXferDlist needs descs, or mem_type and array")
+        agent = "" if agent == "NIXL_INIT_AGENT" else agent
+        is_local = agent in ("", self.name)
         regions = self._local if is_local else self._remote(agent).regions
         self._check(regions, "local" if is_local else "remote", kind, rows)
         number = next(self._numbers)

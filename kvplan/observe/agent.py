@@ -92,7 +92,7 @@ class Agent:
     def deregister(self, _begin: float, _end: float, _error: str, ranges: Numbers) -> None:
         """Forget registered memory; warn if a transfer in flight uses it.
 
-        Size 0 stands for all registrations that begin at the address.
+        Size 0 stands for any size: Mooncake's callers give none, as its registrations are disjoint.
         """
         for address, nbytes in ranges.tolist():
             keys = [key for key in self._registered if key == (address, nbytes or key[1])]

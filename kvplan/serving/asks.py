@@ -177,10 +177,9 @@ class Asks:
         parts = consumer.parts.setdefault(ask.number, [])
         parts.append(ask.data)
         consumer.nbytes += len(ask.data) + PART_NBYTES
-        whole = None
-        if len(parts) >= ask.parts:
-            whole = b"".join(consumer.take_parts(ask.number))
-        while consumer.nbytes > MAX_GOAL_NBYTES and consumer.parts:  # the other parts were lost
+        whole = b"".join(consumer.take_parts(ask.number)) if len(parts) >= ask.parts else None
+        _, replaced = consumer.waiting.get(ask.number, ("", 0))  # the goal that was sent before
+        while consumer.nbytes - replaced > MAX_GOAL_NBYTES and consumer.parts:  # others were lost
             consumer.take_parts(next(iter(consumer.parts)))
             peer_log.warning("cluster %d: dropped the goal of an ask: too large", cluster_id)
         self._drop_idle(cluster_id)

@@ -170,6 +170,7 @@ class Puller:
         # Random: a producer may still answer asks from before a restart of this cluster.
         self._numbers = itertools.count(secrets.randbits(62))
         self._asks: dict[int, _Answer] = {}
+        self._renewing: set[tuple[int, bytes]] = set()  # producers whose last renewal still waits
         self.pulls: dict[str, Pull] = {}
 
     async def run(self, pull: Pull) -> None:
@@ -290,22 +291,27 @@ class Puller:
         self.pulls.clear()
 
     async def renew(self) -> None:
-        """Renew all requests of known handles at their producers."""
+        """Renew all requests of known handles, except where the last renewal still waits."""
         waited: dict[tuple[int, bytes], list[bytes]] = {}
         for pull in list(self.pulls.values()):  # threads remove requests
             for source in pull.sources:
                 if handle := pull.handle_at(source):  # otherwise it is still being computed
                     key = source.cluster_id, pull.reference.instance
                     waited.setdefault(key, []).append(handle)
-        await asyncio.gather(*(self._renew_at(*key, handles) for key, handles in waited.items()))
+        due = waited.keys() - self._renewing
+        await asyncio.gather(*(self._renew_at(key, waited[key]) for key in due))
 
-    async def _renew_at(self, cluster_id: int, instance: bytes, handles: Sequence[bytes]) -> None:
-        for at in range(0, len(handles), MAX_HANDLES):
-            message = Renew(instance, tuple(handles[at : at + MAX_HANDLES]))
-            try:
+    async def _renew_at(self, key: tuple[int, bytes], handles: Sequence[bytes]) -> None:
+        cluster_id, instance = key
+        self._renewing.add(key)
+        try:
+            for at in range(0, len(handles), MAX_HANDLES):
+                message = Renew(instance, tuple(handles[at : at + MAX_HANDLES]))
                 await self._producers.notify(cluster_id, message)
-            except LLMException as error:  # the request itself will fail
-                logger.debug("cluster %d: %s", cluster_id, error)
+        except LLMException as error:  # the request itself will fail
+            logger.debug("cluster %d: %s", cluster_id, error)
+        finally:
+            self._renewing.discard(key)
 
     def _end_asks(self, pull: Pull, reason: LLMException) -> None:
         """Fail the unanswered asks of a request."""

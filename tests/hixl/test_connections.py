@@ -405,3 +405,24 @@ def test_disconnecting_from_a_peer_that_reads_no_messages(make_engine: MakeEngin
     read = [int(notify.notify_msg) for notify in reader.get_notifies()[1]]
     assert read == [*range(count)]
     assert sender.connect(names[0], 10_000) == hixl.SUCCESS
+
+
+def test_both_disconnect_while_one_of_them_moves_bytes(make_engine: MakeEngine) -> None:
+    """Each leaves the link to the other one: the last of them ends it."""
+    names = free_name(), free_name()
+    one, other = (make_engine(name) for name in names)
+    assert one.connect(names[1], LONG_MS) == hixl.SUCCESS
+    assert other.connect(names[0], LONG_MS) == hixl.SUCCESS
+    (link,) = one.datadist._running().links.peers.values()
+    transfer = threading.Event()  # anything that can be referred to weakly
+    link.begin(transfer)  # type: ignore[arg-type]
+    ended: list[int] = []
+    thread = threading.Thread(target=lambda: ended.append(one.disconnect(names[1], LONG_MS)))
+    thread.start()
+    while one.send_notify(names[1], hixl.NotifyDesc("n", "")) == hixl.SUCCESS:
+        pass  # until its call waits for the transfer
+    assert other.disconnect(names[0], LONG_MS) == hixl.SUCCESS
+    link.end(transfer)  # type: ignore[arg-type]
+    thread.join()
+    assert ended == [hixl.SUCCESS]
+    assert not one.datadist.links()

@@ -370,3 +370,16 @@ def test_an_error_names_the_range(
         assert here.engine.transfer_sync_read(here.peer.name, here.address, start, 8) == -1
     assert f"remote range 0, [{start:#x}, {start + 8:#x})" in caplog.text
     assert (here.memory == 0xAB).all()
+
+
+def test_an_unknown_batch_is_logged_by_its_number(
+    make: Callable[[int], Here], caplog: pytest.LogCaptureFixture
+) -> None:
+    here = make(1)
+    with caplog.at_level(logging.WARNING, "kvplan.mooncake"):
+        assert here.engine.get_batch_transfer_status([99]) == -1
+        assert here.engine.transfer_check_status(99) == -1
+    assert [record.getMessage().partition(" is unknown")[0] for record in caplog.records] == [
+        "get_batch_transfer_status: request 99",
+        "transfer_check_status: request 99",
+    ]

@@ -61,4 +61,9 @@ def test_a_list_is_prepared_for_the_agent_that_is_named_in_any_order() -> None:
         prepare(descs=descs, agent_name="other")
     with pytest.raises(TypeError, match="remote_agent"):
         prepare(descs=descs, remote_agent="other")
+    with pytest.raises(nixlNotFoundError, match="'other' is not known"):
+        prepare(descs, agent_name="other")
+    for incomplete in ((), ("other",), ("other", "DRAM")):
+        with pytest.raises(TypeError, match="needs descs, or mem_type and array"):
+            prepare(*incomplete)
     agent.agent.close()

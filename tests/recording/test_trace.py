@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from datetime import datetime
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -315,7 +315,12 @@ class TestCompare:
 
 CHOICES = ["--tag x", "--cluster 2", "--failed", "--since 1h"]
 MODES = ["--block 1:43", "--plan 0", "--compare #0 #1", "--sums"]
-COMBINED = [pair for pair in product(MODES, CHOICES) if pair != ("--sums", "--tag x")]
+COMBINED = [
+    *(pair for pair in product(MODES, CHOICES) if pair != ("--sums", "--tag x")),
+    *product([*MODES, "--save-plan 0 out.json"], ["--perfetto out.json"]),
+    *combinations(["--compare #0 #1", "--sums", "--plan 0", "--block 1:43"], 2),
+    ("--save-plan 0 out.json", "--block 1:43"),
+]
 
 
 @pytest.mark.parametrize(("mode", "choice"), COMBINED)

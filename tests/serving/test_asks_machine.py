@@ -128,7 +128,9 @@ class Machine:
         self.parts.setdefault(key, []).append(ask.data)
         if len(self.parts[key]) == ask.parts:
             del self.parts[key]
-        while self.nbytes(key[0]) > MAX_GOAL_NBYTES and (of := self.parts_of(key[0])):
+        waits = self.waiting.get(key)  # the goal of these parts replaces it
+        limit = MAX_GOAL_NBYTES + (0 if waits is None else len(waits.goal))
+        while self.nbytes(key[0]) > limit and (of := self.parts_of(key[0])):
             del self.parts[of[0]]
         return key in self.parts or ask.part + 1 == ask.parts
 

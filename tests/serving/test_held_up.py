@@ -402,6 +402,8 @@ def test_a_stopped_producer_delays_renewals_at_no_other(
         for _ in range(5):
             before = held.deadline
             until(lambda before=before: held.deadline > before)  # type: ignore[misc]
+        tasks = consumer.exchange._tasks._running
+        until(lambda: str(list(tasks)).count("Puller.renew()") <= 1)  # of the stopped one
     finally:
         stopped.resume()
 
