@@ -57,8 +57,16 @@ class HixlSide:
         self._found = found(VARIANT)
         self._found.__enter__()
         self.controls = controls(VARIANT)
-        self.side = Side(device_id, local_comm_res=resources(device_id), hixl_address=ADDRESS)
+        self.device_id = device_id
         self.link: HcclLink
+        self.open()
+
+    def open(self, **options: Any) -> None:
+        """Open the transport, in the place of an earlier one."""
+        if hasattr(self, "side"):
+            self.side.close()
+        comm_res = resources(self.device_id)
+        self.side = Side(self.device_id, local_comm_res=comm_res, hixl_address=ADDRESS, **options)
 
     def metadata(self) -> bytes:
         return self.side.transport.metadata()

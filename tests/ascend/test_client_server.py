@@ -146,6 +146,16 @@ def test_a_failed_batch(pair: Pair, fault: str) -> None:
     assert pair.close() == [{}, {}]
 
 
+def test_a_copy_that_fails_is_not_the_death_of_the_peer(pair: Pair) -> None:
+    """The next chunk is in flight when the copy of one out of its slot fails."""
+    pair.one.open(staging_nbytes=1 << 16)
+    pair.link()
+    pair.one.fault("aclrtMemcpyBatch:2=507899")
+    with pytest.raises(RemoteError, match=r"B2B: aclrtMemcpyBatch: 507899 .*\(LLM_FAILED\)"):
+        pair.move("pull to the host")
+    assert pair.close() == [{}, {}]
+
+
 def test_engines_pull_and_push_from_both_ends(engines: Pair) -> None:
     one, two = engines.both
     assert one.pull(1, 1, 1) == "LLM_SUCCESS"

@@ -365,7 +365,9 @@ static int end_failed(kvn_transfer_context *t, int status)
             ask_hccl(t);
         return status;
     }
-    return ask_hccl(t) == KVN_HCCL_SUCCESS ? blame_owner(t, status) : status;
+    /* HIXL's client may have been given up with the transfer: that says nothing about the owner. */
+    return ask_hccl(t) == KVN_HCCL_SUCCESS && !kvn_communicator_is_polled(t->communicator) ? blame_owner(t, status)
+                                                                                           : status;
 }
 
 /* ---- the backend ---- */
