@@ -25,6 +25,7 @@ from kvplan import (
     Transfer,
 )
 from kvplan.transport.hccl.link import HcclLink
+from kvplan.transport.hccl.transport import HcclTransport
 from tests.ascend.hccl_end import columns
 from tests.ascend.hccl_side import DESC, PULL, PUSH, TENSORS, Side
 from tests.ascend.simulator import controls, found
@@ -67,6 +68,10 @@ class HixlSide:
             self.side.close()
         comm_res = resources(self.device_id)
         self.side = Side(self.device_id, local_comm_res=comm_res, hixl_address=ADDRESS, **options)
+
+    def open_another(self) -> None:
+        comm_res = resources(self.device_id)
+        HcclTransport(self.side.device, local_comm_res=comm_res, hixl_address=ADDRESS)
 
     def metadata(self) -> bytes:
         return self.side.transport.metadata()

@@ -146,6 +146,14 @@ def test_a_failed_batch(pair: Pair, fault: str) -> None:
     assert pair.close() == [{}, {}]
 
 
+def test_a_second_transport_of_the_device_is_refused(pair: Pair) -> None:
+    with pytest.raises(RemoteError, match=r"one engine at a time uses HIXL.*FEATURE_NOT_ENABLED"):
+        pair.one.open_another()
+    pair.link()
+    pair.move("pull")
+    assert pair.close() == [{}, {}]
+
+
 def test_a_copy_that_fails_is_not_the_death_of_the_peer(pair: Pair) -> None:
     """The next chunk is in flight when the copy of one out of its slot fails."""
     pair.one.open(staging_nbytes=1 << 16)

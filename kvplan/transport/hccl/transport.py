@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -104,16 +105,17 @@ class HcclTransport(Transport):
         request = requested(local_comm_res, hixl_address)
         if is_hixl := request is not None:
             self._product = replace(self._product, max_batch=256, registers=_DEVICE, hccs=_DEVICE)
-        check_environment()
+        else:
+            check_environment()
         self._address = device_address(device, "" if is_hixl else local_comm_res)
         self._instance = secrets.token_hex(16)
         self.reaches: frozenset[Kind] = self._product.registers
         self.maps_host = "host" in self.reaches and not device.notes_pins
         self._links: set[Connections] = set()
         self._background = BackgroundWorker(f"kvplan-hccl-{device.id}")
+        server: Server | None = None
         try:
             library = HcclLibrary.load(device.native.library, client_server=is_hixl)
-            server: Server | None = None
             self._server: ServerAddress | None = None
             if request is not None:
                 server, self._server = serve(library, device, self._address, request)
@@ -141,6 +143,9 @@ class HcclTransport(Transport):
             )
         except BaseException as error:
             self._background.close()
+            if server is not None:  # the error keeps it, and the device has one server
+                with suppress(NativeError):
+                    server.close()
             if isinstance(error, NativeError):
                 raise native_error(error, f"HCCL on device {device.id}") from error
             raise
