@@ -123,6 +123,10 @@ class HixlSide:
     def fault(self, specification: str) -> None:
         self.controls.add_fault(specification)
 
+    def lingers(self) -> int:
+        """Return the number of ranges that aborted operations still use."""
+        return self.controls.lingers()
+
     def unlink(self) -> None:
         self.link.close()
         del self.link

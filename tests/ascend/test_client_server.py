@@ -141,8 +141,32 @@ def test_memory_stays_registered_until_no_client_is_left(pair: Pair) -> None:
 def test_a_failed_batch(pair: Pair, fault: str) -> None:
     pair.link()
     pair.one.fault(f"HixlCSClientBatchGetAsync:1={fault}")
-    with pytest.raises(RemoteError, match="HIXL refuses further batches of this client"):
+    with pytest.raises(RemoteError, match="HIXL's client is given up"):
         pair.move("pull")
+    assert pair.close() == [{}, {}]
+
+
+@pytest.mark.parametrize("direction", ["pull", "pull to the host"])
+def test_what_a_failed_call_has_begun_is_over_when_the_transfer_ends(
+    pair: Pair, direction: str
+) -> None:
+    """HIXL goes on with the first kernels of a batch if it cannot launch all of them."""
+    pair.link()
+    pair.one.fault("HixlCSClientBatchGetAsync:1=partial:503900")
+    with pytest.raises(RemoteError, match="503900"):
+        pair.move(direction)
+    assert len(pair.log.calls("HixlCSClientDestroy")) == 1
+    assert pair.one.lingers() == 0
+    assert pair.close() == [{}, {}]
+
+
+def test_a_batch_waits_for_a_channel_of_the_device(pair: Pair) -> None:
+    ours, theirs = filled(pair.one, 1), filled(pair.two, 2)
+    pair.link()
+    for call in range(1, 4):
+        pair.one.fault(f"HixlCSClientBatchGetAsync:{call}=203900")
+    pair.move("pull")
+    assert (content(pair.one) == moved(theirs, ours)).all()
     assert pair.close() == [{}, {}]
 
 
