@@ -6,8 +6,8 @@
 
 #include "hccl/library.h"
 
-#define KVN_CLIENT_MAX_BATCHES 16
-#define KVN_CLIENT_MAX_OPERATIONS 256 /* of a batch; kvplan's own limit */
+#define KVN_CLIENT_MAX_BATCHES 32 /* KVN_MAX_GUARDS are read at once */
+#define KVN_CLIENT_MAX_OPERATIONS 128 /* of a batch: one kernel, so that a batch is launched or not */
 
 /* The peer of a connection. */
 typedef struct kvn_hixl_peer {

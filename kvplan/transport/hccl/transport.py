@@ -104,7 +104,7 @@ class HcclTransport(Transport):
         self._product = _product_of(device)
         request = requested(local_comm_res, hixl_address)
         if is_hixl := request is not None:
-            self._product = replace(self._product, max_batch=256, registers=_DEVICE, hccs=_DEVICE)
+            self._product = replace(self._product, max_batch=128, registers=_DEVICE, hccs=_DEVICE)
         else:
             check_environment()
         self._address = device_address(device, "" if is_hixl else local_comm_res)
