@@ -137,10 +137,17 @@ def test_memory_stays_registered_until_no_client_is_left(pair: Pair) -> None:
     assert pair.log.calls("HixlCSServerUnregMem")
 
 
-@pytest.mark.parametrize("fault", ["sync:1", "503900", "103901"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "HixlCSClientBatchGetAsync:1=503900",
+        "HixlCSClientBatchGetAsync:1=103901",
+        "HixlCSClientQueryCompleteStatus:1=103900",
+    ],
+)
 def test_a_failed_batch(pair: Pair, fault: str) -> None:
     pair.link()
-    pair.one.fault(f"HixlCSClientBatchGetAsync:1={fault}")
+    pair.one.fault(fault)
     with pytest.raises(RemoteError, match="HIXL's client is given up"):
         pair.move("pull")
     assert pair.close() == [{}, {}]
@@ -238,7 +245,7 @@ def test_a_batch_that_never_ends_is_given_up_at_the_deadline(engines: Pair) -> N
 
 def test_a_failed_batch_costs_only_the_connection(engines: Pair) -> None:
     one = engines.one
-    one.fault("HixlCSClientBatchGetAsync:1=sync:1")
+    one.fault("HixlCSClientBatchGetAsync:1=503900")
     assert one.pull(1, 1, 1) == "LLM_FAILED"
     assert one.pull(1, 1, 1) == "LLM_SUCCESS"
     assert engines.close() == [{}, {}]
