@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -226,6 +227,19 @@ def test_caches_that_come_and_go_renew_the_connection(engines: Pair) -> None:
     two.allocate(22)
     assert one.pull(1, 3, 1) == "LLM_SUCCESS"
     assert one.values(1) == [22]
+    assert engines.close() == [{}, {}]
+
+
+def test_an_end_that_only_serves_gives_memory_back(engines: Pair) -> None:
+    one, two = engines.both
+    two.allocate(21)
+    assert one.pull(1, 2, 1) == "LLM_SUCCESS"
+    before = len(engines.log.calls("HixlCSServerUnregMem"))
+    two.deallocate(2)
+    deadline = time.monotonic() + 20
+    while len(engines.log.calls("HixlCSServerUnregMem")) == before:
+        assert time.monotonic() < deadline
+    assert one.pull(1, 1, 1) == "LLM_SUCCESS"
     assert engines.close() == [{}, {}]
 
 

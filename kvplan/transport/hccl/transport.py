@@ -137,6 +137,7 @@ class HcclTransport(Transport):
                 service_level,
                 server,
             )
+            self._hccl.notify_disturbed = self._renew_disturbed
             tag = tag_of(self._instance)
             self._registrations: HcclRegistrations = HcclRegistrations(
                 self._hccl, lambda link: link.tickets(tag), self._linked
@@ -200,6 +201,10 @@ class HcclTransport(Transport):
     def _linked(self) -> tuple[Connections, ...]:
         with self._mutex:
             return tuple(self._links)
+
+    def _renew_disturbed(self) -> None:
+        for connections in self._linked():
+            connections.renew_disturbed()
 
     def _metadata(self, registrations: Sequence[AnyRegistration] = ()) -> Metadata:
         ranges = tuple(registration.range for registration in registrations)
