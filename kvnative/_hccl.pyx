@@ -100,7 +100,7 @@ cdef class Communicator:
         name: 1 to 127 bytes, the same at both ends and unique on the device.
         traffic_class: RDMA traffic class, 0 to 255, or None for HCCL's choice.
         service_level: RDMA service level, 0 to 7, or None for HCCL's choice.
-        max_batch: descriptors of one operation: 256 on A2, A3 and over HIXL, 64 on 950.
+        max_batch: descriptors of one operation: 256 on A2 and A3, 64 on 950, 128 over HIXL.
         peer: needed by HIXL's library, which uses neither the table nor the ranks.
     """
 

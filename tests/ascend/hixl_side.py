@@ -25,6 +25,7 @@ from kvplan import (
     Transfer,
 )
 from kvplan.transport.hccl.link import HcclLink
+from kvplan.transport.hccl.transport import HcclTransport
 from tests.ascend.hccl_end import columns
 from tests.ascend.hccl_side import DESC, PULL, PUSH, TENSORS, Side
 from tests.ascend.simulator import controls, found
@@ -57,8 +58,20 @@ class HixlSide:
         self._found = found(VARIANT)
         self._found.__enter__()
         self.controls = controls(VARIANT)
-        self.side = Side(device_id, local_comm_res=resources(device_id), hixl_address=ADDRESS)
+        self.device_id = device_id
         self.link: HcclLink
+        self.open()
+
+    def open(self, **options: Any) -> None:
+        """Open the transport, in the place of an earlier one."""
+        if hasattr(self, "side"):
+            self.side.close()
+        comm_res = resources(self.device_id)
+        self.side = Side(self.device_id, local_comm_res=comm_res, hixl_address=ADDRESS, **options)
+
+    def open_another(self) -> None:
+        comm_res = resources(self.device_id)
+        HcclTransport(self.side.device, local_comm_res=comm_res, hixl_address=ADDRESS)
 
     def metadata(self) -> bytes:
         return self.side.transport.metadata()
@@ -109,6 +122,10 @@ class HixlSide:
 
     def fault(self, specification: str) -> None:
         self.controls.add_fault(specification)
+
+    def lingers(self) -> int:
+        """Return the number of ranges that aborted operations still use."""
+        return self.controls.lingers()
 
     def unlink(self) -> None:
         self.link.close()

@@ -127,6 +127,10 @@ class Controls:
     def clear_faults(self) -> None:
         self._core.kvsim_faults_clear()
 
+    def lingers(self) -> int:
+        """Return the number of ranges that aborted operations still use."""
+        return int(self._core.kvsim_lingering())
+
     def faults_left(self) -> int:
         """Return how many of them have not happened."""
         return int(self._core.kvsim_faults_left())

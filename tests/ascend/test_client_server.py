@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def test_both_directions_and_through_staging(pair: Pair) -> None:
     assert pair.close() == [{}, {}]
 
 
-@pytest.mark.parametrize("count", [1, 256, 257, 5000])
+@pytest.mark.parametrize("count", [1, 128, 129, 5000])
 def test_batches(pair: Pair, count: int) -> None:
     """HIXL queues at most 4,096 batches; kvplan has a few in flight."""
     filled(pair.one, 1)
@@ -120,7 +121,7 @@ def test_batches(pair: Pair, count: int) -> None:
     rows = theirs[: 64 * count].reshape(count, 64)[::-1].reshape(-1)
     assert (arrived[: 64 * count] == rows).all()
     sizes = [call.fields["descriptors"] for call in pair.log.calls("HixlCSClientBatchGetAsync")]
-    assert sizes == [min(256, count - first) for first in range(0, count, 256)]
+    assert sizes == [min(128, count - first) for first in range(0, count, 128)]
 
 
 def test_memory_stays_registered_until_no_client_is_left(pair: Pair) -> None:
@@ -137,12 +138,61 @@ def test_memory_stays_registered_until_no_client_is_left(pair: Pair) -> None:
     assert pair.log.calls("HixlCSServerUnregMem")
 
 
-@pytest.mark.parametrize("fault", ["sync:1", "503900", "103901"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "HixlCSClientBatchGetAsync:1=503900",
+        "HixlCSClientBatchGetAsync:1=103901",
+        "HixlCSClientQueryCompleteStatus:1=103900",
+    ],
+)
 def test_a_failed_batch(pair: Pair, fault: str) -> None:
     pair.link()
-    pair.one.fault(f"HixlCSClientBatchGetAsync:1={fault}")
-    with pytest.raises(RemoteError, match="HIXL refuses further batches of this client"):
+    pair.one.fault(fault)
+    with pytest.raises(RemoteError, match="HIXL's client is given up"):
         pair.move("pull")
+    assert pair.close() == [{}, {}]
+
+
+@pytest.mark.parametrize("direction", ["pull", "pull to the host"])
+def test_what_a_failed_call_has_begun_is_over_when_the_transfer_ends(
+    pair: Pair, direction: str
+) -> None:
+    """HIXL goes on with the first kernels of a batch if it cannot launch all of them."""
+    pair.link()
+    pair.one.fault("HixlCSClientBatchGetAsync:1=partial:503900")
+    with pytest.raises(RemoteError, match="503900"):
+        pair.move(direction)
+    assert len(pair.log.calls("HixlCSClientDestroy")) == 1
+    assert pair.one.lingers() == 0
+    assert pair.close() == [{}, {}]
+
+
+def test_a_batch_waits_for_a_channel_of_the_device(pair: Pair) -> None:
+    ours, theirs = filled(pair.one, 1), filled(pair.two, 2)
+    pair.link()
+    for call in range(1, 4):
+        pair.one.fault(f"HixlCSClientBatchGetAsync:{call}=203900")
+    pair.move("pull")
+    assert (content(pair.one) == moved(theirs, ours)).all()
+    assert pair.close() == [{}, {}]
+
+
+def test_a_second_transport_of_the_device_is_refused(pair: Pair) -> None:
+    with pytest.raises(RemoteError, match=r"one engine at a time uses HIXL.*FEATURE_NOT_ENABLED"):
+        pair.one.open_another()
+    pair.link()
+    pair.move("pull")
+    assert pair.close() == [{}, {}]
+
+
+def test_a_copy_that_fails_is_not_the_death_of_the_peer(pair: Pair) -> None:
+    """The next chunk is in flight when the copy of one out of its slot fails."""
+    pair.one.open(staging_nbytes=1 << 16)
+    pair.link()
+    pair.one.fault("aclrtMemcpyBatch:2=507899")
+    with pytest.raises(RemoteError, match=r"B2B: aclrtMemcpyBatch: 507899 .*\(LLM_FAILED\)"):
+        pair.move("pull to the host")
     assert pair.close() == [{}, {}]
 
 
@@ -180,6 +230,19 @@ def test_caches_that_come_and_go_renew_the_connection(engines: Pair) -> None:
     assert engines.close() == [{}, {}]
 
 
+def test_an_end_that_only_serves_gives_memory_back(engines: Pair) -> None:
+    one, two = engines.both
+    two.allocate(21)
+    assert one.pull(1, 2, 1) == "LLM_SUCCESS"
+    before = len(engines.log.calls("HixlCSServerUnregMem"))
+    two.deallocate(2)
+    deadline = time.monotonic() + 20
+    while len(engines.log.calls("HixlCSServerUnregMem")) == before:
+        assert time.monotonic() < deadline
+    assert one.pull(1, 1, 1) == "LLM_SUCCESS"
+    assert engines.close() == [{}, {}]
+
+
 def test_a_batch_that_never_ends_is_given_up_at_the_deadline(engines: Pair) -> None:
     one = engines.one
     one.fault("HixlCSClientBatchGetAsync:1=hang")
@@ -196,7 +259,7 @@ def test_a_batch_that_never_ends_is_given_up_at_the_deadline(engines: Pair) -> N
 
 def test_a_failed_batch_costs_only_the_connection(engines: Pair) -> None:
     one = engines.one
-    one.fault("HixlCSClientBatchGetAsync:1=sync:1")
+    one.fault("HixlCSClientBatchGetAsync:1=503900")
     assert one.pull(1, 1, 1) == "LLM_FAILED"
     assert one.pull(1, 1, 1) == "LLM_SUCCESS"
     assert engines.close() == [{}, {}]

@@ -98,6 +98,7 @@ def test_records() -> None:
     assert struct.unpack_from("<ii4B", local) == (1, 0, 10, 1, 0, 1)
 
 
+UB_PORT = {"protocol": "ub_ctp", "comm_id": eid(1), "placement": "device"}
 UB = {"protocol": "ub_ctp", "comm_id": "12", "placement": "device"}
 
 
@@ -126,7 +127,42 @@ def test_refused_options(
 
 @pytest.mark.parametrize("given", ["", "{", "[]", '{"version": "1.2"}', '{"version": 1.3}'])
 def test_other_versions_do_not_select_the_mode(given: str) -> None:
-    assert requested(given, ADDRESS) is None
+    assert requested(given, "") is None
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, "only with llm.LocalCommRes of version 1.3"):
+        requested(given, ADDRESS)
+
+
+def test_numbers_of_a_device_may_be_listed() -> None:
+    """The vendor's parser reads them; kvplan asks the driver."""
+    numbers = {"phy_device_id": 3, "super_device_id": 4, "super_pod_id": 0}
+    given = requested(resources(0, endpoint_list=[UB_PORT | {"device_info": numbers}]), ADDRESS)
+    assert given is not None
+    assert given.ports == (bus(1),)
+
+
+@pytest.mark.parametrize("pod", ["x234567890", "-000000001", "4294967296"])
+def test_a_super_pod_of_a_peer_must_be_a_number(one: Side, pod: str) -> None:
+    """HIXL's record has room for 4 bytes; rank tables of HCCL have any text."""
+    theirs = Metadata.from_bytes(one.transport.metadata())
+    device = msgspec.structs.replace(
+        theirs.device, version="1.2", super_device_id="1", super_pod_id="0123456789"
+    )
+    for server, is_valid in ((None, True), (at(ROCE[0]), False)):
+        blob = msgspec.structs.replace(theirs, device=device, server=server).to_bytes()
+        blob = blob.replace(b"0123456789", pod.encode())
+        if is_valid:
+            assert Metadata.from_bytes(blob).device.super_pod_id == pod
+            continue
+        with refused(LLMStatusCode.LLM_PARAM_INVALID, f"super_pod_id is {pod}"):
+            Metadata.from_bytes(blob)
+
+
+def test_rules_of_hccls_environment_do_not_hold(
+    make_side: MakeSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "1")
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "no HIXL library: "):
+        make_side(0, local_comm_res=resources(0), hixl_address=ADDRESS)
 
 
 def test_only_one_end_uses_hixl(one: Side) -> None:

@@ -16,7 +16,14 @@ static unsigned next_row;
 
 void sim_linger(const void *view, uint64_t nbytes, int64_t until_us) {
     pthread_mutex_lock(&mutex);
-    rows[next_row++ % NUM_ROWS] = (row){view, nbytes, until_us};
+    row *it = rows;
+    while (it < rows + NUM_ROWS && (it->view != view || it->nbytes != nbytes)) {
+        it++;
+    }
+    if (it == rows + NUM_ROWS) {
+        it = &rows[next_row++ % NUM_ROWS];
+    }
+    *it = (row){view, nbytes, until_us};
     pthread_mutex_unlock(&mutex);
 }
 
@@ -32,4 +39,15 @@ void sim_linger_check(const void *view, uint64_t nbytes, const char *what) {
     if (found) {
         sim_violation("%s, while aborted work still uses the memory", what);
     }
+}
+
+int kvsim_lingering(void) {
+    const int64_t now = sim_now_us();
+    int count = 0;
+    pthread_mutex_lock(&mutex);
+    for (const row *it = rows; it < rows + NUM_ROWS; it++) {
+        count += now < it->until_us;
+    }
+    pthread_mutex_unlock(&mutex);
+    return count;
 }

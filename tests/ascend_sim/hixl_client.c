@@ -161,17 +161,16 @@ static int pause_for(client *c, int64_t microseconds)
 
 static void do_batch(client *c, batch *b)
 {
-    if (b->fault.kind == SIM_FAULT_HANG || pause_for(c, sim_duration_us(b->nbytes)))
+    if (b->fault.kind != SIM_FAULT_NONE || pause_for(c, sim_duration_us(b->nbytes)))
         return;
-    const uint32_t count = b->fault.kind == SIM_FAULT_PARTIAL ? b->num_pieces / 2 : b->num_pieces;
     int stuck = 0;
     pthread_mutex_unlock(&hixl_mutex);
     /* The order within a batch is not promised: from the end. */
-    for (; b->fault.kind != SIM_FAULT_SYNC && b->num_done < count && !stuck; b->num_done += !stuck)
+    for (; b->num_done < b->num_pieces && !stuck; b->num_done += !stuck)
         stuck = copy(c, &b->pieces[b->num_pieces - 1 - b->num_done], b->is_put);
     pthread_mutex_lock(&hixl_mutex);
     if (!stuck)
-        b->status = b->fault.kind == SIM_FAULT_NONE ? HIXL_COMPLETE_STATUS_COMPLETED : HIXL_COMPLETE_STATUS_FAILED;
+        b->status = HIXL_COMPLETE_STATUS_COMPLETED;
 }
 
 static void *work(void *argument)
@@ -311,6 +310,15 @@ static HixlStatus resolve(hixl_call *call, const client *c, const HixlOneSideOpD
     return HIXL_SUCCESS;
 }
 
+/* What was not done goes on for a while: kernels of the AICPU outlive the abort of their stream. */
+static void linger(batch *b, int64_t microseconds)
+{
+    for (uint32_t i = b->num_done; b->status == HIXL_COMPLETE_STATUS_WAITING && i < b->num_pieces; i++) {
+        const piece *p = &b->pieces[b->num_pieces - 1 - i];
+        sim_linger(p->local, p->nbytes, hixl_now_us() + microseconds);
+    }
+}
+
 /* With hixl_mutex held. */
 static HixlStatus issue(hixl_call *call, void *handle, int is_put, uint32_t num, const HixlOneSideOpDesc *list,
                         void **out)
@@ -341,6 +349,11 @@ static HixlStatus issue(hixl_call *call, void *handle, int is_put, uint32_t num,
         at = &(*at)->next;
     *at = b;
     c->num_batches++;
+    if (b->fault.kind == SIM_FAULT_PARTIAL) { /* as if the second of its kernels could not be launched */
+        b->num_pieces = (num + 1) / 2;
+        linger(b, HIXL_UNSTOPPED_US);
+        return hixl_refuse(call, (HixlStatus)b->fault.code, "%u of %u descriptors were launched", b->num_pieces, num);
+    }
     *out = (void *)(uintptr_t)b->handle;
     pthread_cond_broadcast(&c->changed);
     return HIXL_SUCCESS;
@@ -398,7 +411,6 @@ HixlStatus HixlCSClientQueryCompleteStatus(void *handle, void *queried, int32_t 
     if (!code) {
         batch *b = *at;
         *status = b->status;
-        c->is_failed |= b->status == HIXL_COMPLETE_STATUS_FAILED;
         if (b->status != HIXL_COMPLETE_STATUS_WAITING) {
             *at = b->next;
             c->num_batches--;
@@ -410,15 +422,6 @@ HixlStatus HixlCSClientQueryCompleteStatus(void *handle, void *queried, int32_t 
 }
 
 /* ---- the end ---- */
-
-/* What was not done goes on for a while: kernels of the AICPU outlive the abort of their stream. */
-static void linger(batch *b)
-{
-    for (uint32_t i = b->num_done; b->status == HIXL_COMPLETE_STATUS_WAITING && i < b->num_pieces; i++) {
-        const piece *p = &b->pieces[b->num_pieces - 1 - i];
-        sim_linger(p->local, p->nbytes, hixl_now_us() + HIXL_LINGER_US);
-    }
-}
 
 HixlStatus HixlCSClientDestroy(void *handle)
 {
@@ -446,7 +449,7 @@ HixlStatus HixlCSClientDestroy(void *handle)
         }
         for (batch *b = c->batches, *next; b; b = next) {
             next = b->next;
-            linger(b);
+            linger(b, HIXL_LINGER_US);
             free(b);
         }
         for (uint64_t i = 0; i < c->num_remotes; i++)

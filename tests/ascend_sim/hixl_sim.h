@@ -12,6 +12,7 @@
 
 #define HIXL_MAX_MEMORIES 1024
 #define HIXL_LINGER_US 100000 /* that operations go on after their client was destroyed */
+#define HIXL_UNSTOPPED_US 60000000 /* that they go on without that */
 
 typedef struct {
     sim_call call;

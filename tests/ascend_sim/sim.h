@@ -186,9 +186,11 @@ SIM_API uint64_t sim_memory_used(int device);
 SIM_API void *kvsim_host_view(uint64_t address);
 
 /* Memory that work uses until that time though its stream was aborted: whoever uses or frees it before is
- * noted as a violation. By `view`, as the same bytes have several addresses. */
+ * noted as a violation. By `view`, as the same bytes have several addresses. A later call for the same bytes
+ * replaces the time. */
 SIM_API void sim_linger(const void *view, uint64_t nbytes, int64_t until_us);
 SIM_API void sim_linger_check(const void *view, uint64_t nbytes, const char *what);
+SIM_API int kvsim_lingering(void); /* the number of such ranges */
 
 /* ---- devices and contexts: one context is current in a thread ---- */
 

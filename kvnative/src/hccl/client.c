@@ -58,6 +58,10 @@ int kvn_client_issue(kvn_client *self, bool is_put, const kvn_one_sided *descrip
         self->batches[self->num_batches++] = batch;
         return KVN_OK;
     }
+    if (result == KVN_HIXL_RESOURCE_EXHAUSTED) {
+        kvn_acl_forget(self->hccl->acl); /* or the thread's next failure would have this call's text, too */
+        return KVN_PENDING;
+    }
     self->is_failed = true;
     return kvn_hccl_fail(self->hccl, is_put ? "HixlCSClientBatchPutAsync" : "HixlCSClientBatchGetAsync", result,
                          failure);
@@ -72,7 +76,8 @@ int kvn_client_poll(kvn_client *self, kvn_failure *failure)
             self->hccl->hixl.query(self->handle, self->batches[self->num_batches - 1], &ending);
         if (result == KVN_HCCL_SUCCESS && ending == KVN_HIXL_WAITING)
             return KVN_PENDING;
-        self->num_batches--; /* HIXL has freed it */
+        if (result == KVN_HCCL_SUCCESS)
+            self->num_batches--; /* HIXL has freed it */
         if (result == KVN_HCCL_SUCCESS && ending == KVN_HIXL_COMPLETED)
             continue;
         self->is_failed = true;

@@ -6,8 +6,8 @@
 
 #include "hccl/library.h"
 
-#define KVN_CLIENT_MAX_BATCHES 16
-#define KVN_CLIENT_MAX_OPERATIONS 256 /* of a batch; kvplan's own limit */
+#define KVN_CLIENT_MAX_BATCHES 32 /* KVN_MAX_GUARDS are read at once */
+#define KVN_CLIENT_MAX_OPERATIONS 128 /* of a batch: one kernel, so that a batch is launched or not */
 
 /* The peer of a connection. */
 typedef struct kvn_hixl_peer {
@@ -22,7 +22,7 @@ typedef struct kvn_client {
     void *handle; /* NULL: none, or given up */
     void *batches[KVN_CLIENT_MAX_BATCHES]; /* in flight, in the order of their calls */
     uint32_t num_batches;
-    bool is_failed; /* HIXL refuses all further batches */
+    bool is_failed; /* a call for a batch has failed, which may be running in part: destroy the client */
 } kvn_client;
 
 /* Call all of these on a thread with the context set. Those that return a result describe no failure. */
@@ -30,10 +30,10 @@ typedef struct kvn_client {
 kvn_hixl_status kvn_client_create(kvn_client *self, const kvn_hccl *hccl, const kvn_hixl_peer *peer,
                                   uint32_t traffic_class, uint32_t service_level);
 kvn_hixl_status kvn_client_connect(kvn_client *self, uint32_t timeout_ms);
-/* Issues a batch; poll before there are too many. */
+/* Issues a batch; poll before there are too many. KVN_PENDING: clients use all channels of the device, try again. */
 int kvn_client_issue(kvn_client *self, bool is_put, const kvn_one_sided *descriptors, uint32_t count,
                      kvn_failure *failure);
-/* KVN_PENDING while a batch is in flight. After another failure the caller destroys the client. */
+/* KVN_PENDING while a batch is in flight. After another failure destroy the client. */
 int kvn_client_poll(kvn_client *self, kvn_failure *failure);
 /* Stops the batches in flight, which HIXL cannot do otherwise, and ends the client. Idempotent. */
 kvn_hixl_status kvn_client_destroy(kvn_client *self);

@@ -351,7 +351,7 @@ kvn_hccl_result kvn_connection_async_error(kvn_connection *self, char *text, siz
     void *previous;
     kvn_failure failure;
     if (self->client.is_failed) {
-        snprintf(text, room, "HIXL refuses further batches of this client");
+        snprintf(text, room, "HIXL's client is given up");
         return KVN_HIXL_FAILED;
     }
     if (!self->hccl->calls.async_error ||
@@ -374,7 +374,7 @@ int kvn_connection_poll(kvn_connection *self, kvn_failure *failure)
 
 void kvn_connection_abort(kvn_connection *self)
 {
-    if (self->client.num_batches > 0)
+    if (self->client.num_batches > 0 || self->client.is_failed)
         kvn_client_destroy(&self->client);
 }
 

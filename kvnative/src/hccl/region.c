@@ -119,6 +119,7 @@ static void take_out(kvn_region *region)
     region->is_open = false;
 }
 
+/* With HIXL, under the registry's mutex. */
 static int register_once(kvn_region *region, kvn_failure *failure)
 {
     const kvn_hccl_mem mem = kvn_region_memory(region);
@@ -144,19 +145,24 @@ int kvn_region_open(kvn_hccl *hccl, const kvn_device *device, uint64_t address, 
                         .on_device = on_device};
     if (check_size(out, failure) != KVN_OK || enlist(out, failure) != KVN_OK)
         return failure->status;
-    if (!hccl->is_per_comm && register_once(out, failure) != KVN_OK) {
+    if (hccl->is_per_comm)
+        return KVN_OK;
+    if (hccl->is_client_server) /* so that the server is not closed meanwhile */
         pthread_mutex_lock(&hccl->registry);
+    const int status = register_once(out, failure);
+    if (!hccl->is_client_server)
+        pthread_mutex_lock(&hccl->registry);
+    if (status != KVN_OK)
         take_out(out);
-        pthread_mutex_unlock(&hccl->registry);
-        return failure->status;
-    }
-    return KVN_OK;
+    pthread_mutex_unlock(&hccl->registry);
+    return status;
 }
 
-static int deregister(kvn_region *region, void *server, kvn_failure *failure)
+/* Under the registry's mutex. */
+static int deregister(kvn_region *region, kvn_failure *failure)
 {
     kvn_hccl *hccl = region->hccl;
-    void *previous;
+    void *previous, *server = hccl->is_client_server ? kvn_hixl_server_of(hccl, region->device->id) : NULL;
     kvn_hccl_result result;
     if (hccl->is_client_server && !server)
         return KVN_OK; /* the registration has ended with the server */
@@ -172,7 +178,6 @@ static int deregister(kvn_region *region, void *server, kvn_failure *failure)
 
 int kvn_region_close(kvn_region *region, kvn_failure *failure)
 {
-    void *server = kvn_hixl_server_of(region->hccl, region->device->id);
     int status = KVN_OK;
     pthread_mutex_lock(&region->hccl->registry);
     if (region->is_open && region->num_bound > 0) {
@@ -183,7 +188,7 @@ int kvn_region_close(kvn_region *region, kvn_failure *failure)
     } else if (region->is_open) {
         /* Deregister with the mutex held, so that a new registration of the range comes after it. */
         if (region->handle)
-            status = deregister(region, server, failure);
+            status = deregister(region, failure);
         take_out(region);
     }
     pthread_mutex_unlock(&region->hccl->registry);

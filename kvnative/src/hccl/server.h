@@ -19,7 +19,8 @@ int kvn_hixl_server_open(kvn_hccl *hccl, const kvn_device *device, const kvn_hix
                          kvn_failure *failure);
 /* Call it after all regions of the device. Idempotent; the server is closed afterwards even if HIXL refuses. */
 int kvn_hixl_server_close(kvn_hixl_server *server, kvn_failure *failure);
-/* Returns HIXL's server for a device, or NULL. */
+/* Returns HIXL's server for a device, or NULL. Call it with the registry's mutex, and hold it while you use the server,
+ * which another thread may close. */
 void *kvn_hixl_server_of(kvn_hccl *hccl, int32_t device_id);
 
 #endif

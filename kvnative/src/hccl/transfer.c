@@ -13,7 +13,7 @@
 /* Descriptors between two checks of the stream's progress: at most twice as many are on it. A stream holds a few
  * thousand; a thread that issues more blocks inside HCCL, where no abort reaches it. */
 #define PACE 1024
-/* Pauses between two queries of HIXL's batches. */
+/* Pauses between two queries of HIXL's batches, or attempts to issue one. */
 #define FIRST_PAUSE_NS 10000
 #define LAST_PAUSE_NS 500000
 
@@ -68,20 +68,38 @@ static void name_descriptors(kvn_transfer_context *t, const kvn_fragment *fragme
     }
 }
 
+/* ---- waiting ---- */
+
+/* Sleeps between two calls of HIXL, each time longer. */
+static void pause_for(long *ns)
+{
+    nanosleep(&(struct timespec){.tv_nsec = *ns}, NULL);
+    *ns = *ns < LAST_PAUSE_NS ? 2 * *ns : LAST_PAUSE_NS;
+}
+
+/* Issues a batch, when HIXL has a channel for it. KVN_CANCELLED when halted. */
+static int issue(kvn_transfer_context *t, bool is_put, kvn_one_sided *rows, uint32_t count)
+{
+    long pause_ns = FIRST_PAUSE_NS;
+    int status;
+    while (!kvn_is_halted(&t->halt)) {
+        t->has_issued = true;
+        status = kvn_communicator_issue(t->communicator, is_put, rows, count, &t->fault->why);
+        if (status != KVN_PENDING)
+            return status;
+        pause_for(&pause_ns);
+    }
+    return KVN_CANCELLED;
+}
+
 int kvn_transfer_issue(kvn_transfer_context *t, kvn_one_sided *rows, const kvn_fragment *fragments,
                        uint32_t count)
 {
-    int status;
-    if (kvn_is_halted(&t->halt))
-        return KVN_CANCELLED;
-    t->has_issued = true;
-    status = kvn_communicator_issue(t->communicator, t->transfer->is_put, rows, count, &t->fault->why);
-    if (status != KVN_OK)
+    const int status = issue(t, t->transfer->is_put, rows, count);
+    if (status != KVN_OK && status != KVN_CANCELLED)
         name_descriptors(t, fragments, count);
     return status;
 }
-
-/* ---- waiting ---- */
 
 /* Waits after an abort, or after an error, which also stops the stream. Operations may continue though their stream is
  * empty, and others own the memory after this transfer. */
@@ -94,7 +112,7 @@ static void let_unfold(kvn_transfer_context *t)
     t->has_issued = false;
 }
 
-/* Waits for HIXL's batches, which are on no stream of kvplan. After the return, with any status, none is in flight. */
+/* Waits for HIXL's batches, which are on no stream of kvplan, or ends their client: the caller lets them unfold. */
 static int drain(kvn_transfer_context *t, kvn_channel_fault *fault)
 {
     long pause_ns = FIRST_PAUSE_NS;
@@ -104,8 +122,7 @@ static int drain(kvn_transfer_context *t, kvn_channel_fault *fault)
             status = KVN_CANCELLED;
             break;
         }
-        nanosleep(&(struct timespec){.tv_nsec = pause_ns}, NULL);
-        pause_ns = pause_ns < LAST_PAUSE_NS ? 2 * pause_ns : LAST_PAUSE_NS;
+        pause_for(&pause_ns);
     }
     if (status != KVN_OK)
         kvn_communicator_abort(t->communicator);
@@ -190,10 +207,7 @@ int kvn_transfer_read_guards(kvn_transfer_context *t)
         for (uint32_t i = 0; i < count; i++)
             rows[i] = kvn_row(words + (first + i) * sizeof(uint64_t),
                               transfer->guard_addresses[first + i], sizeof(uint64_t));
-        if (kvn_is_halted(&t->halt))
-            return KVN_CANCELLED;
-        t->has_issued = true; /* others own the words, too, after this transfer */
-        const int status = kvn_communicator_issue(t->communicator, false, rows, count, &t->fault->why);
+        const int status = issue(t, false, rows, count); /* others own the words, too, after this transfer */
         if (status != KVN_OK)
             return status;
     }
@@ -353,8 +367,12 @@ static int end_failed(kvn_transfer_context *t, int status)
     const bool is_halted = kvn_is_halted(&t->halt);
     kvn_channel_fault ignored;
     kvn_channel_fault_begin(&ignored);
-    /* The batches before the failed one are on the stream: wait for them. */
-    kvn_transfer_synchronize(t, &ignored);
+    /* The batches before the failed one are on the stream: wait for them. Those of HIXL are not, and only the end of
+     * their client stops what a failed call has begun. */
+    if (kvn_communicator_is_polled(t->communicator) && t->has_issued && !t->is_untouched)
+        kvn_transfer_stop(t, &ignored);
+    else
+        kvn_transfer_synchronize(t, &ignored);
     if (is_halted)
         status = give_up(t);
     if (t->is_untouched)
@@ -365,7 +383,9 @@ static int end_failed(kvn_transfer_context *t, int status)
             ask_hccl(t);
         return status;
     }
-    return ask_hccl(t) == KVN_HCCL_SUCCESS ? blame_owner(t, status) : status;
+    /* HIXL's client may have been given up with the transfer: that says nothing about the owner. */
+    return ask_hccl(t) == KVN_HCCL_SUCCESS && !kvn_communicator_is_polled(t->communicator) ? blame_owner(t, status)
+                                                                                           : status;
 }
 
 /* ---- the backend ---- */

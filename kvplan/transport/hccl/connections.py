@@ -232,6 +232,11 @@ class Connections:
             return None
         return frozenset((i, word) for i, word in enumerate(words) if word and word >> 32 == tag)
 
+    def renew_disturbed(self) -> None:
+        """Renew the connection in a thread if it was disturbed."""
+        if (current := self._current) is not None:
+            self._renew_disturbed(current)
+
     def _use(self, generation: int, peer_newest: int) -> None:
         with self._mutex:
             made = self._made.pop(generation, None)
@@ -252,7 +257,7 @@ class Connections:
             self._made[generation] = held
 
     def _renew_disturbed(self, connection: Connection) -> None:
-        """Renew a disturbed connection in a thread, since it cannot read tickets."""
+        """Renew a disturbed connection in a thread: it holds memory, or cannot read tickets."""
         with self._mutex:
             is_disturbed = self._current is connection and connection.communicator.disturbed
             if self.request_renewal is None or self._renews or not is_disturbed:

@@ -145,6 +145,7 @@ class HcclDevice:
         self.staging = staging  # None: local memory must be registered with HCCL
         self.background = background
         self.server = server  # HIXL's; None: HCCL is used
+        self.notify_disturbed: Callable[[], None] = _ignore
         self.regions = Regions(self._make_region, self._forget)
         self._traffic_class = traffic_class
         self._service_level = service_level
@@ -289,7 +290,9 @@ class HcclDevice:
                 self._deferred[held] = None
                 for communicator in communicators:
                     communicator.disturb()
-                return
+        if communicators and self.server is not None:
+            self.notify_disturbed()
+            return
         for communicator in communicators:
             try:
                 communicator.unbind(held.native)
@@ -350,6 +353,9 @@ class HcclDevice:
         except ValueError as error:
             raise invalid(f"{nbytes} bytes at {address:#x}: {error}") from error
         return region, pinned
+
+
+def _ignore() -> None: ...
 
 
 def whole_pages(device: Device | None, address: int, nbytes: int) -> tuple[int, int]:

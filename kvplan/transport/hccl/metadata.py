@@ -103,6 +103,9 @@ class Metadata(InstanceMetadata, frozen=True, tag="kvplan.hccl 4"):
     def __post_init__(self) -> None:
         check_printable(product=self.product)
         check_slots(self.ranges, self.generations.num_slots)
+        pod = self.device.super_pod_id or "0"
+        if self.server is not None and not (pod.isdecimal() and int(pod) < 2**32):
+            raise ValueError(f"super_pod_id is {pod}; over HIXL it must be in [0, {2**32})")
         for i, item in enumerate(self.ranges):
             for k, region in enumerate(item.regions):
                 if region.number > self.newest:

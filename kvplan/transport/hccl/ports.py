@@ -101,11 +101,15 @@ class ServerAddress(Record, frozen=True):
             raise ValueError(f"address is {shown(self.address)}; it must be an IP address")
 
 
+class _Listed(Port, frozen=True):
+    device_info: dict[str, object] | None = None  # not used: the driver knows these numbers
+
+
 @resolved
 class _LocalCommRes(Record, frozen=True):
     version: Annotated[str, Meta(pattern=r"^1\.3\Z")]
     net_instance_id: AsciiName = ""
-    endpoint_list: tuple[Port, ...] = ()
+    endpoint_list: tuple[_Listed, ...] = ()
 
 
 class _Versioned(msgspec.Struct):
@@ -133,9 +137,18 @@ def requested(local_comm_res: str, address: str) -> Request | None:
         address: The option `kvplan.hixl_address`.
     """
     if not _is_client_server(local_comm_res):
+        if address:
+            raise invalid(
+                f"hixl_address={shown(address)} is used only with llm.LocalCommRes of version "
+                f"{_VERSION}"
+            )
         return None
     given = read(_LocalCommRes, local_comm_res, _OPTION, msgspec.json.decode)
-    ports = tuple(port for port in given.endpoint_list if port.placement == "device")
+    ports = tuple(
+        Port(port.protocol, port.comm_id, port.placement, port.plane, port.dst_eid)
+        for port in given.endpoint_list
+        if port.placement == "device"
+    )
     if not given.net_instance_id or not ports:
         raise unsupported(
             f"{_OPTION} of version {_VERSION} needs net_instance_id, and in endpoint_list a port "
@@ -165,6 +178,11 @@ def serve(
         port = _free_port(request.address)
         try:
             server = Server(library, device.native, packed, request.address, port)
+        except ValueError as error:
+            raise unsupported(
+                f"{error}, and one engine at a time uses HIXL on a device: finalize the other "
+                "engine first, even if the program has dropped it"
+            ) from error
         except HcclError:
             if attempt == _TRIES - 1:
                 raise

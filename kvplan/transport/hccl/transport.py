@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -103,17 +104,18 @@ class HcclTransport(Transport):
         self._product = _product_of(device)
         request = requested(local_comm_res, hixl_address)
         if is_hixl := request is not None:
-            self._product = replace(self._product, max_batch=256, registers=_DEVICE, hccs=_DEVICE)
-        check_environment()
+            self._product = replace(self._product, max_batch=128, registers=_DEVICE, hccs=_DEVICE)
+        else:
+            check_environment()
         self._address = device_address(device, "" if is_hixl else local_comm_res)
         self._instance = secrets.token_hex(16)
         self.reaches: frozenset[Kind] = self._product.registers
         self.maps_host = "host" in self.reaches and not device.notes_pins
         self._links: set[Connections] = set()
         self._background = BackgroundWorker(f"kvplan-hccl-{device.id}")
+        server: Server | None = None
         try:
             library = HcclLibrary.load(device.native.library, client_server=is_hixl)
-            server: Server | None = None
             self._server: ServerAddress | None = None
             if request is not None:
                 server, self._server = serve(library, device, self._address, request)
@@ -135,12 +137,16 @@ class HcclTransport(Transport):
                 service_level,
                 server,
             )
+            self._hccl.notify_disturbed = self._renew_disturbed
             tag = tag_of(self._instance)
             self._registrations: HcclRegistrations = HcclRegistrations(
                 self._hccl, lambda link: link.tickets(tag), self._linked
             )
         except BaseException as error:
             self._background.close()
+            if server is not None:  # the error keeps it, and the device has one server
+                with suppress(NativeError):
+                    server.close()
             if isinstance(error, NativeError):
                 raise native_error(error, f"HCCL on device {device.id}") from error
             raise
@@ -195,6 +201,10 @@ class HcclTransport(Transport):
     def _linked(self) -> tuple[Connections, ...]:
         with self._mutex:
             return tuple(self._links)
+
+    def _renew_disturbed(self) -> None:
+        for connections in self._linked():
+            connections.renew_disturbed()
 
     def _metadata(self, registrations: Sequence[AnyRegistration] = ()) -> Metadata:
         ranges = tuple(registration.range for registration in registrations)
