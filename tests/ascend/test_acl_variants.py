@@ -13,10 +13,12 @@ from tests.ascend.simulator import VARIANT
 from tests.ascend_sim.build import VARIANTS
 
 HERE = Path(__file__).parent
+OTHERS = [name for name in VARIANTS if name not in {"8.5", "9.0", "9.1"}]
+"""The variants whose ACL differs from that of 8.5; 9.0 and 9.1 only add HIXL."""
 
 
 @pytest.mark.skipif(VARIANT != "8.5", reason="this is such a process")
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "8.5"])
+@pytest.mark.parametrize("variant", OTHERS)
 @pytest.mark.slow
 def test_everything_with(variant: str) -> None:
     """A process loads a library once."""

@@ -20,7 +20,8 @@ OLD_BY_A_NEW_NAME = {
     *("pthread_condattr_setclock", "pthread_create", "pthread_detach", "pthread_getcpuclockid"),
     "pthread_join",
     *("pthread_mutex_trylock", "pthread_mutexattr_destroy", "pthread_mutexattr_init"),
-    *("pthread_mutexattr_settype", "pthread_once", "pthread_setname_np"),
+    *("pthread_mutexattr_settype", "pthread_once"),
+    *("pthread_setaffinity_np", "pthread_setname_np"),
 }
 CORE = Path(kvnative.__file__).with_name("lib") / "libkvn.so"
 
