@@ -11,11 +11,10 @@ import threading
 
 from kvnative._backend import NativeError
 from kvnative._device import DeviceError
-from kvnative.ascend_files import candidates, toolkit_version
+from kvnative.ascend_files import ACL_NAMES, candidates, toolkit_version
 
 __all__ = ["AclError", "AclLibrary"]
 
-NAMES = ("libacl_rt.so", "libascendcl.so")  # since CANN 8.5; before 8.5, and still a link
 
 cdef dict LIBRARIES = {}  # path -> AclLibrary: a library is never closed
 LIBRARIES_LOCK = threading.Lock()
@@ -55,12 +54,12 @@ cdef class AclLibrary(DeviceLibrary):
                 loader.
         """
         tried = []
-        for files in candidates(NAMES, path):
+        for files in candidates(ACL_NAMES, path):
             try:
                 return AclLibrary.open_files(files)
             except AclError as error:
                 tried.append(str(error))
-        reasons = "; ".join(tried) or f"{path} has neither {' nor '.join(NAMES)}"
+        reasons = "; ".join(tried) or f"{path} has neither {' nor '.join(ACL_NAMES)}"
         raise NativeError(f"no ACL library: {reasons}")
 
     @staticmethod

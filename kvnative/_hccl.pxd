@@ -15,6 +15,7 @@ cdef extern from "kvnative/hccl.h" nogil:
 
 cdef extern from "hccl/communicator.h" nogil:
     enum:
+        KVN_CLIENT_MAX_OPERATIONS
         KVN_COMM_CLOSED
     ctypedef struct kvn_communicator:
         pass

@@ -6,12 +6,14 @@ from kvnative._device import Device
 from kvnative._hccl_memory import Guards, HcclLibrary, Region, Staging
 
 __all__ = [
+    "HIXL_MAX_BATCH",
     "NUM_TICKETS",
     "Communicator",
     "HixlPeer",
     "Tickets",
 ]
 
+HIXL_MAX_BATCH: int
 NUM_TICKETS: int
 
 class HixlPeer(NamedTuple):

@@ -26,9 +26,10 @@ import math
 import threading
 from typing import NamedTuple
 
-__all__ = ["NUM_TICKETS", "Communicator", "HixlPeer", "Tickets"]
+__all__ = ["HIXL_MAX_BATCH", "NUM_TICKETS", "Communicator", "HixlPeer", "Tickets"]
 
 NUM_TICKETS = KVN_HCCL_TICKETS
+HIXL_MAX_BATCH = KVN_CLIENT_MAX_OPERATIONS  # descriptors of one operation over HIXL
 
 # In the order of kvn_communicator_state.
 cdef tuple STATES = ("open", "preparing", "ready", "failed", "closed")

@@ -18,7 +18,9 @@ import os
 import threading
 
 from kvnative._device import DeviceError
-from kvnative.ascend_files import candidates, driver_version, max_registered
+from kvnative.ascend_files import (
+    HCCL_NAMES, HIXL_NAMES, candidates, driver_version, max_registered
+)
 
 __all__ = [
     "ENDPOINT_NBYTES", "MAX_GUARDS", "Guards", "HcclError", "HcclLibrary", "Region", "Server",
@@ -28,8 +30,6 @@ __all__ = [
 ENDPOINT_NBYTES = sizeof(kvn_hixl_endpoint)
 
 MAX_GUARDS = KVN_MAX_GUARDS
-NAMES = ("libhcomm.so", "libhccl.so")  # since CANN 8.5; before
-HIXL_NAMES = ("libcann_hixl.so",)
 
 cdef dict LIBRARIES = {}  # path -> HcclLibrary: a library is never closed
 LIBRARIES_LOCK = threading.Lock()
@@ -86,7 +86,7 @@ cdef class HcclLibrary:
             client_server: open HIXL's library, whose servers and clients make connections.
         """
         acl.check_process()
-        names = HIXL_NAMES if client_server else NAMES
+        names = HIXL_NAMES if client_server else HCCL_NAMES
         near = candidates(names, os.path.dirname(acl.path) or None) if path is None else []
         files = [file for group in [*near, *candidates(names, path)] for file in group]
         tried = []

@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 __all__ = [
+    "ACL_NAMES",
     "DRIVER_VARIABLE",
+    "HCCL_NAMES",
+    "HIXL_NAMES",
     "HOMES",
     "HOME_VARIABLES",
     "candidates",
@@ -19,6 +22,11 @@ __all__ = [
     "max_registered",
     "toolkit_version",
 ]
+
+# File names of libraries, best first.
+ACL_NAMES = ("libacl_rt.so", "libascendcl.so")  # since CANN 8.5; before 8.5, and still a link
+HCCL_NAMES = ("libhcomm.so", "libhccl.so")  # since CANN 8.5; before
+HIXL_NAMES = ("libcann_hixl.so",)
 
 DRIVER_VARIABLE = "KVPLAN_ASCEND_DRIVER"
 """Environment variable with the folder of the driver, if it is not the usual one."""

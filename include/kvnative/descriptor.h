@@ -15,7 +15,8 @@ typedef enum kvn_caller {
     KVN_CALLER_RETURNS,
     KVN_CALLER_WAITS,    /* at once, for this batch, which the thread itself may move */
     KVN_CALLER_COMPUTES, /* for long, so leave it a core */
-    KVN_CALLER_HURRIES,  /* it serves other batches: `submit` does not wait for transfers, copies nothing, and may return KVN_PENDING */
+    KVN_CALLER_HURRIES,  /* it serves other batches: `submit` waits for no transfer, copies nothing, and may return
+                          * KVN_PENDING */
 } kvn_caller;
 
 struct kvn_failure;

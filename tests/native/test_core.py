@@ -25,6 +25,8 @@ CHECKS = {
     "nodes": (
         *("which_piece_is_next", "alternating_nodes_make_no_tiny_pieces"),
         *("every_byte_is_claimed_once", "answers_are_kept_for_a_while", "the_kernel_knows_pages"),
+    ),
+    "crews": (
         *("threads_are_spread", "threads_are_bound_to_their_nodes", "a_thread_knows_its_node"),
         *("each_moves_its_own", "the_idle_one_steals", "one_thread_moves_both"),
         *("memory_of_others_has_no_node", "the_right_one_wakes", "a_caller_moves_its_own_first"),
@@ -47,9 +49,12 @@ SOURCES = {
         *("core/report.c", "core/executor.c", "core/layered.c"),
         *("host/pool.c", "host/places.c", "host/numa.c", "host/job.c", "host/pooled.c"),
     ),
-    "nodes": (
-        *("core/report.c", "core/thread.c"),
-        *("host/pool.c", "host/places.c", "host/numa.c", "host/job.c"),
+    **dict.fromkeys(
+        ("nodes", "crews"),
+        (
+            *("core/report.c", "core/thread.c"),
+            *("host/pool.c", "host/places.c", "host/numa.c", "host/job.c"),
+        ),
     ),
     "announced": ("core/report.c", "host/identity.c", "host/writers.c", "process/guarded.c"),
 }

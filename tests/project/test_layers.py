@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
     "addressed": 719,
-    "cli": 3806,
+    "cli": 3803,
     "control": 3606,
     "debug": 780,
     "device": 1252,

@@ -57,7 +57,8 @@ int kvn_connection_issue(kvn_connection *self, bool is_put, kvn_one_sided *descr
                          uint32_t count, kvn_stream stream, kvn_failure *failure);
 /* KVN_PENDING while batches of HIXL are in flight; those of HCCL are on the stream. Like `issue`. */
 int kvn_connection_poll(kvn_connection *self, kvn_failure *failure);
-/* Stops batches of HIXL that are in flight, or failed in part; the connection cannot be used any more then. Like `issue`. */
+/* Stops batches of HIXL that are in flight, or failed in part; the connection cannot be used any more then. Like
+ * `issue`. */
 void kvn_connection_abort(kvn_connection *self);
 bool kvn_connection_covers(kvn_connection *self, uint64_t address, uint64_t nbytes);
 

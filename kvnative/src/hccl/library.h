@@ -1,5 +1,5 @@
-/* The HCCL or HIXL library of this process, which is found next to ACL's: its calls, and descriptions of its errors. It is
- * never closed, because its threads outlive the last user. */
+/* The HCCL or HIXL library of this process, which is found next to ACL's: its calls, and descriptions of its errors.
+ * The library is never closed, because its threads outlive the last user. */
 #ifndef KVN_HCCL_LIBRARY_H
 #define KVN_HCCL_LIBRARY_H
 
@@ -72,7 +72,7 @@ typedef struct kvn_hccl {
     pthread_mutex_t init; /* HCCL cannot make two communicators at the same time */
     pthread_mutex_t registry; /* guards the list below and `num_bound` of each region */
     kvn_region *regions;  /* open regions */
-    struct kvn_hixl_server *servers; /* see hixl.h; guarded by `registry` */
+    struct kvn_hixl_server *servers; /* see server.h; guarded by `registry` */
     pthread_mutex_t words_mutex; /* taken before `registry`; guards the fields below */
     struct kvn_words_page *words; /* see words.h */
 } kvn_hccl;

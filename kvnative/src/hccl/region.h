@@ -1,6 +1,6 @@
-/* A region: a range of device memory or pinned host memory for HCCL or HIXL. It is registered here if the library
- * registers memory once (HIXL: with the device's server), else by each communicator when it is bound. Overlaps are refused here with both ranges, because HCCL
- * only reports a wrong parameter. */
+/* A region: a range of device memory or pinned host memory for HCCL or HIXL. If the library registers memory once (with
+ * HIXL: for the device's server), that is done here, else by each communicator when the region is bound. Overlaps are
+ * refused here with both ranges, because HCCL only reports a wrong parameter. */
 #ifndef KVN_HCCL_REGION_H
 #define KVN_HCCL_REGION_H
 

@@ -79,12 +79,13 @@ static bool is_open(const kvn_job *job, const kvn_share *share)
 
 static kvn_share *share_for(const kvn_job *job, unsigned node)
 {
-    kvn_share *best = &job->shares[node], *without = &job->shares[job->num_shares - 1];
+    kvn_share *own = &job->shares[node], *best = &job->shares[job->num_shares - 1]; /* what has no node */
 
+    if (is_open(job, own))
+        return own;
     if (is_open(job, best))
         return best;
-    best = without;
-    for (unsigned i = 0; i < job->num_shares && !is_open(job, without); i++) {
+    for (unsigned i = 0; i < job->num_shares; i++) {
         kvn_share *share = &job->shares[i];
         if (is_open(job, share) && (!is_open(job, best) || share->unclaimed > best->unclaimed))
             best = share;

@@ -104,8 +104,8 @@ static inline bool kvn_job_is_finished(const kvn_job *job)
 {
     return atomic_load_explicit(&job->finished, memory_order_acquire);
 }
-/* Takes the next piece, of a size for `threads` threads, for a thread on `node`: a piece of that node, else one without a
- * node, else of the node with the most bytes. A descriptor must be unclaimed. */
+/* Takes the next piece, of a size for `threads` threads, for a thread on `node`: a piece of that node, else one without
+ * a node, else of the node with the most bytes. A descriptor must be unclaimed. */
 void kvn_job_claim(kvn_job *job, unsigned threads, unsigned node, kvn_piece *piece);
 /* Calls `move`; without the mutex. */
 int kvn_job_move(kvn_job *job, const kvn_piece *piece, kvn_fault *fault);

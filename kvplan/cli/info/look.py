@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from kvnative._backend import NativeError
-from kvnative.ascend_files import HOME_VARIABLES, homes
+from kvnative.ascend_files import ACL_NAMES, HCCL_NAMES, HIXL_NAMES, HOME_VARIABLES, homes
 from kvplan.control.auth import ClusterKey
 from kvplan.device.ascend import OVERRIDE
 from kvplan.device.ascend import load_library as load_acl
@@ -47,9 +47,6 @@ if TYPE_CHECKING:
 Note = Callable[..., None]
 _Place = dict[str, object]
 
-_ACL_NAMES = ("libacl_rt.so", "libascendcl.so")
-_HCCL_NAMES = ("libhcomm.so", "libhccl.so")
-_HIXL_NAMES = ("libcann_hixl.so",)
 _ANY_DEVICE: Final = {"TLS": "^tcp", "NET_DEVICES": "all"}  # settings of UCX
 
 _DESC: Final = CacheDesc(2, (8, 32 << 10), DataType.DT_UINT8, Placement.HOST)
@@ -162,7 +159,7 @@ def _of_device(note: Note, library: AclLibrary, device_id: int) -> dict[str, obj
 
 
 def _of_hccl(library: AclLibrary, *, is_hixl: bool = False) -> dict[str, object]:
-    names = _HIXL_NAMES if is_hixl else _HCCL_NAMES
+    names = HIXL_NAMES if is_hixl else HCCL_NAMES
     found: dict[str, object] = {"places": _places_of_hccl(Path(library.path), names)}
     try:
         from kvnative._hccl_memory import HcclLibrary
@@ -216,8 +213,8 @@ def _of_transport(note: Note, name: str, options: TransportOptions) -> dict[str,
 def _places_of_acl() -> list[_Place]:
     """Return the places where ACL is searched, in order."""
     if (override := os.environ.get(OVERRIDE)) is not None:
-        return [_place(Path(override), f"${OVERRIDE}", _ACL_NAMES)] if override else []
-    return [*_of_homes(_ACL_NAMES), _of_loader(_ACL_NAMES)]
+        return [_place(Path(override), f"${OVERRIDE}", ACL_NAMES)] if override else []
+    return [*_of_homes(ACL_NAMES), _of_loader(ACL_NAMES)]
 
 
 def _places_of_hccl(acl: Path, names: tuple[str, ...]) -> list[_Place]:

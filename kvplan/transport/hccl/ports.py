@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from kvnative._hccl_memory import ENDPOINT_NBYTES, HcclError, Server
-from kvplan.status import invalid, link_failed, unsupported
+from kvplan.status import invalid, unsupported
 from kvplan.transport.hccl.addresses import AsciiName, DeviceAddress, is_address
 from kvplan.transport.metadata import Record, read
 from kvplan.validation import resolved, shown
@@ -243,10 +243,9 @@ def why_unreachable(here: ServerAddress | None, there: ServerAddress | None) -> 
 def packed_pair(
     own: tuple[DeviceAddress, ServerAddress], peer: tuple[DeviceAddress, ServerAddress]
 ) -> tuple[bytes, bytes, str]:
-    """Return both ports of a connection as HIXL's records, and their protocol."""
+    """Return both ports, as HIXL's records, and their protocol; `why_unreachable` was None."""
     found = match(own[1], peer[1])
-    if found is None:
-        raise link_failed(why_unreachable(own[1], peer[1]) or "")
+    assert found is not None
     local, remote = found
     return _packed(local, own[0]), _packed(remote, peer[0]), local.protocol
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvnative._backend import NativeError
-from kvnative._hccl import HixlPeer
+from kvnative._hccl import HIXL_MAX_BATCH, HixlPeer
 from kvnative._hccl_memory import HcclLibrary, Staging
 from kvplan.execution.task import native_error
 from kvplan.status import invalid, link_failed, unsupported
@@ -101,12 +101,13 @@ class HcclTransport(Transport):
                 f"staging_nbytes={staging_nbytes} must be 0 or in [{_LEAST_STAGING}, "
                 f"{_MOST_STAGING}]"
             )
-        self._product = _product_of(device)
+        product = _product_of(device)
         request = requested(local_comm_res, hixl_address)
         if is_hixl := request is not None:
-            self._product = replace(self._product, max_batch=128, registers=_DEVICE, hccs=_DEVICE)
+            product = replace(product, max_batch=HIXL_MAX_BATCH, registers=_DEVICE, hccs=_DEVICE)
         else:
             check_environment()
+        self._product = product
         self._address = device_address(device, "" if is_hixl else local_comm_res)
         self._instance = secrets.token_hex(16)
         self.reaches: frozenset[Kind] = self._product.registers
