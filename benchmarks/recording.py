@@ -13,6 +13,7 @@ from benchmarks.engine_peer import LEASED, SMALL, leased_key, small_key
 from benchmarks.engines import linked_engine
 from benchmarks.table import Row, Run, Topic
 from kvplan.recording import read
+from kvplan.recording.format import encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,8 +51,26 @@ def record(run: Run, name: str) -> Row:
         texts.append(f"{case} {own:.2f} us ({wall:.2f} us by the wall)")
     for value in (slots, paged):
         datadist.deallocate_cache(value)
-    note = f"of the calling thread's time, a pull of {', of '.join(texts)}; limit: the budget"
+    note = (
+        f"of the calling thread's time, a pull of {', of '.join(texts)}; limit: the budget; "
+        f"msgspec and a list alone take {1e6 * bare_seconds():.2f} us"
+    )
     return Row(name, cases[next(iter(pulls))], "us", 2, note=note, cases=cases)
+
+
+def bare_seconds() -> float:
+    """Return the time to encode a record of such a pull and to keep it, with nothing else."""
+    part = "", None, 1, b"", b"", (1, 0, 0, 4096)
+    record = 1, 12345.678, 8e-6, "pull_cache", 0, "", TAG, 1, 2, (), 4096, (part,)
+    kept: list[bytes] = []
+
+    def seconds() -> float:
+        kept.clear()
+        start = time.thread_time_ns()
+        kept.extend(encode(record) for _ in range(REPEATS))
+        return (time.thread_time_ns() - start) / 1e9 / REPEATS
+
+    return statistics.median(seconds() for _ in range(ROUNDS))
 
 
 def differences(run: Run, datadist: LlmDataDist, pull: Callable[[], object]) -> tuple[float, float]:

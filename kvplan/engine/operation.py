@@ -93,6 +93,21 @@ class Operation:
 
     by_layer = False  # True: each layer moves by itself
     is_reported = True  # True: `completions()` gets the task
+    # True: a key is assumed to name its last known cache. If that cache was freed, the transfer
+    # fails before it moves a byte, and is retried without the assumption.
+    speculated = False
+    retried = False
+    moves = False  # True inside the `with` block
+    submitted = False  # True: the outcome of the task ends the operation
+    done = False  # True: every byte has arrived; until then `run` executes it again
+    cache_id = -1  # of this process; of two, the source; -1: not found yet
+    link: PeerLink | None = None  # None inside one process
+    leases: tuple[BlockLease, ...] = ()  # of the peer
+    span: Span | None = None
+    plan: Plan | None = None  # the one that is executed
+    _memories: tuple[TensorMemory, TensorMemory] | None = None  # to be verified
+    _claim: PeerClaim | None = None
+    _recorded = False
 
     def __init__(
         self,
@@ -116,22 +131,7 @@ class Operation:
         self.notifies = not (notify is None and notify_failure is None)
         self.verify_every = 1 if verify else engine.verify_every  # every nth; 0: none
         self.follows_up = bool(self.notifies or self.verify_every)
-        self._memories: tuple[TensorMemory, TensorMemory] | None = None  # to be verified
         self._speculative = speculative
-        # True: a key is assumed to name its last known cache. If that cache was freed, the
-        # transfer fails before it moves a byte, and is retried without the assumption.
-        self.speculated = False
-        self.retried = False
-        self.moves = False  # True inside the `with` block
-        self.submitted = False  # True: the outcome of the task ends the operation
-        self.done = False  # True: every byte has arrived; until then `run` executes it again
-        self._recorded = False
-        self.cache_id = -1  # of this process; of two, the source; -1: not found yet
-        self._claim: PeerClaim | None = None
-        self.link: PeerLink | None = None  # None inside one process
-        self.leases: tuple[BlockLease, ...] = ()  # of the peer
-        self.span: Span | None = None
-        self.plan: Plan | None = None  # the one that is executed
 
     def __enter__(self) -> Self:
         self.moves = True
