@@ -247,7 +247,7 @@ class LocalEngine:
         return tuple(taken), tuple(passed_over)
 
     def transport(self, name: str) -> Transport:
-        """Return the transport with the name that the peer chose."""
+        """Return the transport with the name that one of the ends chose."""
         for transport in self.transports:
             if transport.name == name:
                 return transport

@@ -225,7 +225,7 @@ class AddressedCache(NamedTuple):
 def find_by_address(caches: Iterable[PeerCache], addresses: Sequence[int]) -> AddressedCache | None:
     """Return the cache that contains all addresses, or None.
 
-    Memory may be registered twice. The result is then a writable cache with the most room.
+    Memory may be registered twice. Then writable caches come first, and those with the most room.
     """
     lowest, highest = min(addresses), max(addresses)
     found = [
