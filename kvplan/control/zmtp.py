@@ -40,7 +40,7 @@ def greeting(*, encrypted: bool, unused: bytes = bytes(GREETING_NBYTES - UNUSED_
 
 
 class Unacceptable(Exception):  # noqa: N818 - a property of bytes
-    """Bytes that are not ZMTP 3 with the mechanism in use, or that exceed a limit."""
+    """Bytes that break the protocol of their connection, or that exceed a limit."""
 
 
 class ZmtpValidator:
