@@ -30,7 +30,7 @@ _NOT_CONNECTED = "not connected"  # the phase before a connection exists
 _GRACE_S = 0.02  # after the deadline, so that the more precise error of a phase comes first
 
 _MIN_ACCEPTING = 16
-_DESCRIPTORS = 16  # of RLIMIT_NOFILE per accepted handshake, which needs 6
+_DESCRIPTORS = 16  # of RLIMIT_NOFILE per accepted handshake; local needs 6, tcp 7 to 21
 _PING_SHARE = 0.8  # of the handshake timeout; the rest is for sending the refusal
 _MAX_TIMEOUT_S = 60.0  # limit for the timeout that a peer sends
 
@@ -213,7 +213,7 @@ class _Accepted(NamedTuple):
     challenge: bytes  # which the peer must confirm
     offers: tuple[Offer, ...]  # of the peer
     timeout_s: float  # that the peer allows, within limits
-    replaced: PeerLink | None  # the live link that it may replace, as the peer proved to be its end
+    replaced: PeerLink | None  # a live link, whose other end the peer has proved to be
 
 
 class HandshakeAcceptor:
@@ -321,7 +321,7 @@ class HandshakeAcceptor:
         return Linked()
 
     async def _yield_to_own_handshake(self, hello: Hello, timeout_s: float) -> None:
-        """Wait for this side's own handshake, at the end with the lower id: not both may wait."""
+        """Wait for this side's own handshake. Only the end with the lower cluster id waits."""
         own = self._transitions.initiating.get(hello.cluster_id)
         if own is None or self._engine.cluster_id > hello.cluster_id:
             return

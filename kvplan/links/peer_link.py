@@ -62,7 +62,7 @@ class PeerClaim:
 
 
 class Claims:
-    """The claims of one link. Each release is repeated until the peer has answered it.
+    """The claims of one link. Each release is repeated while the peer is silent or busy.
 
     A release belongs to the link, not to the call that held the claim. It continues after the call
     has returned, and keeps the link busy until the peer confirms or the link ends. Repeating a

@@ -96,7 +96,7 @@ class Transitions:
             )
 
     def expect(self, link: PeerLink, challenge: bytes) -> None:
-        """Accept data connections of the peer for this link, until `connect` has ended."""
+        """Make the data streams of a link. They can be opened until `connect` has ended."""
         assert link.channel is not None
         link.streams = link.channel.streams(challenge)
 
@@ -360,7 +360,7 @@ class Unlinker:
         return Unlinked()
 
     async def drain(self, link: PeerLink, timeout_s: float) -> None:
-        """Wait until this end has no operation in flight over a link, which stays."""
+        """Refuse operations until this end has none in flight over the link, which stays."""
         async with self._idle(link, timeout_s):
             pass
 
