@@ -59,7 +59,7 @@ class Closable(Protocol):
 
 
 class PendingCall(Generic[_T]):
-    """A coroutine that runs on the loop while another thread waits for its outcome.
+    """A coroutine that runs on the loop while another thread or loop waits for its outcome.
 
     The two threads share no Python lock. A signal that interrupts the waiting thread between taking
     and releasing one, as inside `concurrent.futures.Future.result`, would block the loop for ever.

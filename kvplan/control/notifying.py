@@ -1,8 +1,8 @@
 """Notifications over one link: directly inside one host, or by control messages.
 
-A control message passes six threads. A direct notification only needs the system call between the
-sender's program and the descriptor that the receiver's program watches. The direct connection is a
-Unix packet socket, which keeps packets whole and in order.
+A control message passes six threads. A direct notification needs one system call, from which the
+receiver's program has it at a descriptor that it watches. The direct connection is a Unix packet
+socket, which keeps packets whole and in order.
 
 - The sender listens briefly at an abstract name derived from a secret, and sends the secret in a
 Notify. The receiver connects, proves that it knows the secret, and answers. Then the sender has the
@@ -252,7 +252,7 @@ class Notifier:
         self._later.discard(token)
 
     def receive(self, notify: Notify, inbox: Inbox) -> Notified:
-        """Put the peer's notification into the program's queue."""
+        """Queue the peer's notification, and connect directly if the peer offers that."""
         window = inbox.deliver(self._cluster_id, notify.data, self._receiving)
         if notify.direct is not None and (connection := connect(notify.direct)) is not None:
             if self._receiving is not None:

@@ -2,7 +2,7 @@
 
 An engine listens at an abstract Unix socket name, which vanishes with the engine. It sends one JSON
 document to each client and reads nothing. Both ends refuse a process of another user by the
-kernel's credentials, but root may look. `kvplan top` reads all engines.
+kernel's credentials, but root may look. `kvplan top` reads the engines of its user.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class Stream:
             self.other.pause()
 
     def end(self) -> None:
-        """Send nothing more. Input is still read."""
+        """Send what is queued, and nothing more. Input is still read."""
         if self._socket is not None and not self._is_write_ended and not self._is_closing:
             self._is_write_ended = True
             if not self._unsent:
