@@ -27,7 +27,7 @@ PROGRAM: Final = "kvplan"
 STDIN: Final = "-"
 
 _WIDTH: Final = 200
-"""Columns of a table. A narrower terminal wraps lines, as truncated numbers would be wrong."""
+"""Characters of a line. A narrower terminal wraps lines, as truncated numbers would be wrong."""
 
 
 class ExitCode(IntEnum):
@@ -44,11 +44,11 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
     """Interrupted by Ctrl-C: 128 + SIGINT, as a shell reports it."""
     CLOSED = 141
-    """The reader of its output has exited (`| head`): 128 + SIGPIPE."""
+    """The reader of the output has exited (`| head`): 128 + SIGPIPE."""
 
 
 class Number(click.FloatRange):
-    """A number in a range; `click.FloatRange` takes NaN for one of any range."""
+    """A number in a range. `click.FloatRange` alone would accept NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the number."""
@@ -155,7 +155,7 @@ _STYLES: Final = tuple(
 
 
 def write_plain(*lines: str) -> None:
-    """Print lines without colours. Escape unprintable characters, which a file may contain."""
+    """Print lines without colours; print `?` for control characters, which a file may contain."""
     sys.stdout.writelines(f"{printable(line)}\n" for line in lines)
 
 

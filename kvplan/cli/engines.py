@@ -72,9 +72,9 @@ def ping(
     """Link with the engine that listens at ADDRESS ("ip:port"), measure, and unlink.
 
     Prints the time of linking, the chosen transport and the reason against each preferred one.
-    Then it prints the round trip of a control message, the caches of the peer, and the times of a
-    small and a large pull from the first readable cache. The peer has one more link in the
-    meantime; nothing is written to it, and no key of a request is consumed. Exits with 2 if
+    Below are the round trip of a control message, the caches of the peer, and the times of a small
+    and a large pull from the first readable cache. Meanwhile the peer has one more link. Nothing
+    is written to its caches, and no key of a request is consumed. Exits with 2 if
     linking or a pull fails.
     """
     options = Options(
@@ -130,7 +130,7 @@ def _document(report: Report) -> dict[str, object]:
 
 
 def _passed(status: LinkStatus) -> list[tuple[str, str]]:
-    """Return the preferred transports that the link does not use, each with the reason."""
+    """Return the transports that were passed over for some or all memory, with the reasons."""
     pairs = (text.partition(": ") for text in status.passed_over)
     return [(name, why_not) for name, _, why_not in pairs]
 

@@ -206,9 +206,9 @@ def replay(
     """Find the wrong bytes in a cache after a transfer, and where they belong.
 
     SRC.npz has the tensors of the source, DST.npz those of the destination after the transfer, as
-    np.savez(path, *tensors) writes the tensors of a cache in their order. The reference executor
-    executes the plan again, and the result is compared with DST.npz. Exits with 0 if they are
-    equal, with 1 if they differ, and with 2 if a file cannot be read.
+    np.savez(path, *tensors) writes the tensors of a cache in their order. Without --expected, the
+    reference executor executes the plan again. Its result is compared with DST.npz. Exits with 0
+    if they are equal, with 1 if they differ, and with 2 if a file cannot be read.
     """
     from kvplan import debug
     from kvplan.recording import read

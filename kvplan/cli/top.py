@@ -93,9 +93,9 @@ class _Document(TypedDict):
 
 @dataclass
 class Rates:
-    """Rates per second, between two readings of the engine's status."""
+    """Rates per second, and durations, between two readings of the engine's status."""
 
-    operations: float = 0.0  # completed calls of all kinds
+    operations: float = 0.0  # calls of all kinds: ended ones, over a link begun ones
     pulled: float = 0.0  # bytes
     pushed: float = 0.0  # bytes
     copied: float = 0.0  # bytes
@@ -308,7 +308,7 @@ def page(engines: Sequence[Engine], answers: Sequence[Answer]) -> Text:
 
 
 def rendered(engines: Sequence[Engine], answers: Sequence[Answer]) -> Group:
-    """Return three tables: engines, links, and the oldest transfers in flight."""
+    """Return a table of the engines; if there are any, of links and the oldest operations too."""
     from rich.console import Group
     from rich.text import Text
 

@@ -132,8 +132,8 @@ def trace(
     """List the transfers in recordings of engines.
 
     A FILE may still be growing; its older parts (FILE.1 and so on) are read too. A folder stands
-    for all recordings in it, for example those of KVPLAN_RECORD. Exits with 0, or with 2 if a FILE
-    cannot be read. See docs/how-to/recording.md.
+    for all recordings in it, for example those of KVPLAN_RECORD. Exits with 2 if a FILE cannot be
+    read. See docs/how-to/recording.md.
     """
     chosen = {"--tag": tag, "--cluster": cluster, "--operation": operation, "--since": since}
     chosen |= {"--failed": failed or None}
@@ -183,7 +183,7 @@ def trace(
 
 
 def _check_combined(modes: Mapping[str, object], chosen: Mapping[str, object]) -> None:
-    """Refuse a second mode, and options of a list, beside a mode that does not list rows."""
+    """Refuse a second mode, and options of the list of rows, beside a mode."""
     mode = next((name for name, given in modes.items() if given is not None), None)
     for name, given in {**modes, **chosen}.items():
         if given is not None and mode not in (None, name) and (mode, name) not in _TOGETHER:

@@ -17,18 +17,12 @@ MAX_LISTED: Final = 8  # wrong runs of a transfer
 
 
 class _Sums(NamedTuple):
-    """Sums of a request.
-
-    Attributes:
-        recording, row: the recorded event.
-        values: the sum of each descriptor, in the order of the transfer.
-        transfer: the transfer that moved these bytes; None: the program asked for the sums.
-    """
+    """Recorded sums of a request."""
 
     recording: Recording
     row: Event
-    values: list[str]
-    transfer: TransferRecord | None
+    values: list[str]  # the sum of each descriptor, in the order of the transfer
+    transfer: TransferRecord | None  # that moved the bytes; None: the program asked for the sums
 
 
 def compare_sums(recordings: Sequence[Recording], tag: str | None, *, as_json: bool) -> ExitCode:
@@ -64,7 +58,7 @@ def compare_sums(recordings: Sequence[Recording], tag: str | None, *, as_json: b
 
 
 def _lines(wrong: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each wrong run; for tensors with the same wrong runs, only of the first."""
+    """Yield a line for each wrong run, but only once for tensors with the same wrong runs."""
     tensors: dict[int, list[dict[str, Any]]] = {}
     for run in wrong:
         tensors.setdefault(run.get("tensor", 0), []).append(run)
@@ -78,7 +72,7 @@ def _lines(wrong: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _read_before(moved: Sequence[_Sums]) -> Iterator[str]:
-    """Yield text about the earlier pull of the same blocks, for each transfer; empty: none."""
+    """Yield for each transfer a text about its last pull of the same blocks, or an empty one."""
     last: dict[tuple[Any, ...], TransferRecord] = {}
     for sums in moved:
         transfer, text = sums.transfer, ""
@@ -176,7 +170,7 @@ def _others(moved: _Sums, senders: Sequence[_Sums]) -> dict[str, str]:
 
 
 def _nearest(transfer: TransferRecord, owners: Sequence[_Sums]) -> _Sums:
-    """Return the sums that are nearest in time: several requests may use one tag."""
+    """Return the first sums after a push, the last before the end of a pull: a tag may recur."""
     end = transfer.time + transfer.seconds
     before = [sums for sums in owners if sums.row.time <= end]
     after = [sums for sums in owners if sums.row.time > end]
@@ -188,13 +182,7 @@ def _nearest(transfer: TransferRecord, owners: Sequence[_Sums]) -> _Sums:
 def _wrong(
     transfer: TransferRecord, here: Sequence[str], there: Sequence[str], others: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the runs whose bytes differ, in the order of the transfer.
-
-    Args:
-        transfer: the transfer.
-        here, there: sums in the process of the transfer and at the peer.
-        others: text about sums of other requests.
-    """
+    """Yield the runs whose sums differ `here`, in the process of the transfer, and at the peer."""
     plan = transfer.plan
     runs = None if plan is None else Runs.of(plan)
     pushed = transfer.verb == "push"

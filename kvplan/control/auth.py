@@ -1,4 +1,4 @@
-"""The keys that authenticate channels. Only a holder of the key may link.
+"""The keys that authenticate channels. If a channel has a key, only holders of the key may link.
 
 All engines of a cluster share one CURVE key pair, the cluster key. Its file holds the secret half,
 from which the public half follows. Without a cluster key, the engines of one user on a host share
@@ -152,7 +152,7 @@ def proof_of(secret: bytes, nonce: bytes, hello: bytes) -> bytes:
 
 
 class Keys:
-    """The keys of this engine. Each channel uses one. Only the loop's thread calls `at`."""
+    """The keys of this engine. A channel uses one or none. Only the loop's thread calls `at`."""
 
     def __init__(
         self, cluster: ClusterKey | None = None, user: Callable[[], ClusterKey] | None = None
@@ -162,7 +162,7 @@ class Keys:
         self._user: ClusterKey | None = None
 
     async def at(self, loop: ControlLoop, endpoint: Endpoint) -> ClusterKey | None:
-        """Return the key of channels with the listener at `endpoint`."""
+        """Return the key of channels with the listener at `endpoint`; None: they have none."""
         if self.cluster is not None or self._read_user is None or not endpoint.is_loopback:
             return self.cluster
         if self._user is None:

@@ -66,7 +66,7 @@ class Handler(Protocol):
         """Handle a message that needs no reply."""
 
     def on_lost(self, channel: Channel, reason: str) -> None:
-        """Handle the end of the channel, unless `close` on this side caused it."""
+        """Handle the end of the channel, unless `close` or `drop` on this side caused it."""
 
 
 class Channel:
@@ -110,7 +110,7 @@ class Channel:
         self._sending = asyncio.Lock()
         self._undecodable = 0
         self._heard = asyncio.Event()  # for `ping`; also set when the channel ends
-        self.last_received = self.last_sent = time.monotonic()  # of messages
+        self.last_received = self.last_sent = time.monotonic()  # times of the last messages
         self._heartbeat: Heartbeat | None = None
 
     @property
@@ -186,7 +186,7 @@ class Channel:
             self.connection.abort(reason)
 
     def lose(self, reason: str) -> None:
-        """End a channel whose peer has ended it or is dead, and notify the handler."""
+        """End a channel whose peer has ended it, is dead or is refused; notify the handler."""
         if not self.closed:
             self._end(reason)
             if self.introduced:

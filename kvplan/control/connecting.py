@@ -47,7 +47,7 @@ _log = Log("kvplan.control")
 
 
 class Server:
-    """A server on one endpoint, made by `listen`. Only the loop's thread uses it."""
+    """A server on one endpoint, made by `listen`. The loop's thread calls its methods."""
 
     def __init__(self, loop: ControlLoop, endpoint: Endpoint, handler: Handler) -> None:
         self.endpoint = endpoint

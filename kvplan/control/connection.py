@@ -1,8 +1,8 @@
 """One validated TCP or Unix connection, and the ZeroMQ socket that uses it.
 
-Bytes go  peer <-> stream <-> validator <-> private Unix socket <-> ZeroMQ PAIR <-> frames.
-libzmq does not own the stream, because this module reports the errno of system errors, notices the
-end of the peer at once, never reconnects silently, and stops hostile bytes.
+Bytes go  peer <-> stream <-> private Unix socket <-> ZeroMQ PAIR <-> frames. A validator checks
+those of the peer. libzmq does not own the stream, because this module reports the errno of system
+errors, notices the end of the peer at once, never reconnects silently, and stops hostile bytes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Connection:
         self._on_end = on_end
         self.nonce = b""  # of the listener's greeting, once the greetings were exchanged
         self._validator = ZmtpValidator(encrypted=key is not None)
-        self._early = bytearray()  # bytes of the peer that arrived before the ZeroMQ socket existed
+        self._early = bytearray()  # bytes of the peer that wait for the ZeroMQ socket
         self._skip = GREETING_NBYTES  # bytes of ZeroMQ's output: its greeting was already sent
         self._is_cookie_due = not listening
         self._own_listener: socket.socket | None = None  # while the ZeroMQ socket connects to it

@@ -25,14 +25,14 @@ _T = TypeVar("_T")
 _Outcome: TypeAlias = tuple[BaseException] | tuple[None, _T]
 
 MAX_WORKERS: Final = 1024
-"""Maximum number of threads for blocking calls. Threads start when needed.
+"""Default maximum number of threads for blocking calls. Threads start when needed.
 
 Both ends of a connection wait for each other in such threads. With too few, engines that connect to
 each other would all wait for a free one.
 """
 MAX_SOCKETS: Final = 8192
 SPARE_DESCRIPTORS: Final = 16
-"""Descriptors that must be free: the loop takes 3, a ZeroMQ context 9, a socket 3."""
+"""Descriptors that must be free: the loop takes 3, a ZeroMQ context 5, a socket 3."""
 SPARE_THREADS: Final = 8
 """Threads that must be free, because libzmq aborts the process if it cannot start its 2.
 
@@ -42,7 +42,7 @@ CLOSING_S: Final = 0.5
 """Seconds that the last messages have before their connections are closed."""
 
 STOPPING_S: Final = 2.0
-"""Limit for `ControlLoop.stop`, because its caller may hold a lock that the thread needs."""
+"""Seconds that `ControlLoop.stop` waits at most."""
 
 
 _log = Log("kvplan.control")
@@ -59,7 +59,7 @@ class Closable(Protocol):
 
 
 class PendingCall(Generic[_T]):
-    """A coroutine that runs on the loop while another thread waits for its outcome.
+    """A coroutine that runs on the loop while another thread or loop waits for its outcome.
 
     The two threads share no Python lock. A signal that interrupts the waiting thread between taking
     and releasing one, as inside `concurrent.futures.Future.result`, would block the loop for ever.
@@ -132,7 +132,7 @@ class RefusalLog(LimitedLog):
 class ControlLoop:
     """The thread that runs all channels of an engine. Other threads call into it.
 
-    It belongs to the process that started it: in a forked child every call but `stop` raises.
+    It belongs to the process that made it: in a forked child every call but `stop` raises.
     """
 
     def __init__(self, name: str = "kvplan-control", max_workers: int = MAX_WORKERS) -> None:
@@ -146,7 +146,7 @@ class ControlLoop:
         self._workers: ThreadPoolExecutor | None = None
         self._ending: asyncio.Task[None] | None = None
         self._calls: set[PendingCall[Any]] = set()
-        self._closables: dict[Closable, None] = {}  # in order: channels close first
+        self._closables: dict[Closable, None] = {}  # channels before their connections
         self._authenticator: ZapAuthenticator | None = None
         self.refusals = RefusalLog()
 

@@ -199,7 +199,7 @@ class TableEntry(_Message, frozen=True):
 
 
 class Table(_Body, frozen=True):
-    """Notice: caches that were added and removed; `first` replaces all that the peer had.
+    """Notice: caches that were added and removed; `first` replaces all that the receiver had.
 
     `moved` has leases whose blocks the sender has moved (`BlockLease.to_bytes`), `ended` the ids of
     such leases that do not exist any more.

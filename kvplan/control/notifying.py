@@ -1,8 +1,8 @@
 """Notifications over one link: directly inside one host, or by control messages.
 
-A control message passes six threads. A direct notification only needs the system call between the
-sender's program and the descriptor that the receiver's program watches. The direct connection is a
-Unix packet socket, which keeps packets whole and in order:
+A control message passes six threads. A direct notification needs one system call, from which the
+receiver's program has it at a descriptor that it watches. The direct connection is a Unix packet
+socket, which keeps packets whole and in order.
 
 - The sender listens briefly at an abstract name derived from a secret, and sends the secret in a
 Notify. The receiver connects, proves that it knows the secret, and answers. Then the sender has the
@@ -59,7 +59,7 @@ class DirectSender:
         self._has_room = True  # as the receiver last reported
 
     def send(self, packet: bytes) -> bool:
-        """Send now. Return True if the receiver has the packet, or False if it needs a message."""
+        """Send now. Return True if the receiver has the packet, or False if a message is needed."""
         if self._left <= 0 and not self._is_emptied():
             return False
         self._left -= 1
@@ -200,7 +200,7 @@ class Notifier:
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds only weak references
 
     def send_directly(self, data: bytes) -> bool:
-        """Send from the calling thread, and return False if it needs a message instead."""
+        """Send from the calling thread, and return False if a message is needed instead."""
         direct = self._sending
         return (
             direct is not None
@@ -252,7 +252,7 @@ class Notifier:
         self._later.discard(token)
 
     def receive(self, notify: Notify, inbox: Inbox) -> Notified:
-        """Put the peer's notification into the program's queue."""
+        """Queue the peer's notification, and connect directly if the peer offers that."""
         window = inbox.deliver(self._cluster_id, notify.data, self._receiving)
         if notify.direct is not None and (connection := connect(notify.direct)) is not None:
             if self._receiving is not None:

@@ -105,7 +105,7 @@ class PendingConnections:
             self._drop_one()
 
     def remove(self, connection: PendingConnection) -> None:
-        """Remove a connection that has proved that it has the key, has a link, or has ended."""
+        """Remove a connection that has proved the key, has got a link, or has ended."""
         _take(self._waiting, connection)
         if _take(self._by_source, connection):
             self._count -= 1

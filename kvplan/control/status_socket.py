@@ -2,7 +2,7 @@
 
 An engine listens at an abstract Unix socket name, which vanishes with the engine. It sends one JSON
 document to each client and reads nothing. Both ends refuse a process of another user by the
-kernel's credentials, but root may look. `kvplan top` reads all engines.
+kernel's credentials, but root may look. `kvplan top` reads the engines of its user.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _open: weakref.WeakSet[StatusSocket] = weakref.WeakSet()
 
 
 class StatusSocket:
-    """A server of the JSON document that `describe` returns. It runs on the control loop."""
+    """A server of the JSON document that `describe` returns. It accepts on the control loop."""
 
     def __init__(
         self, control: ControlLoop, name: str, describe: Callable[[], dict[str, Any]]
@@ -86,7 +86,7 @@ class StatusSocket:
             self._unanswered.pop().close()
 
     async def wait_closed(self) -> None:
-        """Return at once: `close` ends everything."""
+        """Return at once: an answer ends by its own timeout."""
 
     def leave_to_parent(self) -> None:
         """Close the socket in a forked child. The parent still listens."""

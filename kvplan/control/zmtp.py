@@ -40,7 +40,7 @@ def greeting(*, encrypted: bool, unused: bytes = bytes(GREETING_NBYTES - UNUSED_
 
 
 class Unacceptable(Exception):  # noqa: N818 - a property of bytes
-    """Bytes that are not ZMTP 3 with the mechanism in use, or that exceed a limit."""
+    """Bytes that break the protocol of their connection, or that exceed a limit."""
 
 
 class ZmtpValidator:
@@ -231,7 +231,7 @@ class Stream:
             self.other.pause()
 
     def end(self) -> None:
-        """Send nothing more. Input is still read."""
+        """Send what is queued, and nothing more. Input is still read."""
         if self._socket is not None and not self._is_write_ended and not self._is_closing:
             self._is_write_ended = True
             if not self._unsent:

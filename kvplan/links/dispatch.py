@@ -144,7 +144,7 @@ class PeerHandler:
 
 
 class Listener:
-    """The server of an engine, with at most one address. Only the control thread uses it."""
+    """The server of an engine, with at most one address. The control thread calls its methods."""
 
     def __init__(self, engine: LocalEngine, transitions: Transitions, handler: Handler) -> None:
         self._engine = engine

@@ -30,7 +30,7 @@ _NOT_CONNECTED = "not connected"  # the phase before a connection exists
 _GRACE_S = 0.02  # after the deadline, so that the more precise error of a phase comes first
 
 _MIN_ACCEPTING = 16
-_DESCRIPTORS = 16  # of RLIMIT_NOFILE per accepted handshake, which needs 6
+_DESCRIPTORS = 16  # of RLIMIT_NOFILE per accepted handshake; local needs 6, tcp 7 to 21
 _PING_SHARE = 0.8  # of the handshake timeout; the rest is for sending the refusal
 _MAX_TIMEOUT_S = 60.0  # limit for the timeout that a peer sends
 
@@ -151,7 +151,7 @@ class HandshakeInitiator:
                 error = LLMException(
                     f"cluster {cluster_id} at {error.args[0]}", status_code=error.status_code
                 )
-            # Without an error here, the call was cancelled.
+            # If the link is still LINKING without an error, the call was cancelled.
             self._transitions.failed(link, error or link_failed(f"cluster {cluster_id}: cancelled"))
         return error
 
@@ -208,20 +208,12 @@ class HandshakeInitiator:
 
 
 class _Accepted(NamedTuple):
-    """A handshake that a peer has begun.
+    """A handshake that a peer has begun."""
 
-    Attributes:
-        challenge: The challenge that the peer must confirm.
-        offers: The transports of the peer.
-        timeout_s: The time that the peer allows.
-        replaced: The live link that this handshake may replace, because the peer proved to be the
-            same engine.
-    """
-
-    challenge: bytes
-    offers: tuple[Offer, ...]
-    timeout_s: float
-    replaced: PeerLink | None
+    challenge: bytes  # which the peer must confirm
+    offers: tuple[Offer, ...]  # of the peer
+    timeout_s: float  # that the peer allows, within limits
+    replaced: PeerLink | None  # a live link, whose other end the peer has proved to be
 
 
 class HandshakeAcceptor:
@@ -329,10 +321,7 @@ class HandshakeAcceptor:
         return Linked()
 
     async def _yield_to_own_handshake(self, hello: Hello, timeout_s: float) -> None:
-        """Wait for this side's own handshake if this side has the lower cluster id.
-
-        The end with the higher id never waits, so the two ends cannot wait for each other.
-        """
+        """Wait for this side's own handshake. Only the end with the lower cluster id waits."""
         own = self._transitions.initiating.get(hello.cluster_id)
         if own is None or self._engine.cluster_id > hello.cluster_id:
             return
@@ -347,11 +336,7 @@ class HandshakeAcceptor:
             raise _already_linked(f"cluster {self._engine.cluster_id} has just linked from its end")
 
     async def _live_link(self, channel: Channel, hello: Hello, timeout_s: float) -> PeerLink | None:
-        """Return the live link that the sender of `hello` may replace, or None.
-
-        A live link ends only if its peer is dead or if the sender proves to be that peer. The
-        cluster id and the instance prove nothing, because every peer of an engine knows both.
-        """
+        """Return the live link that the sender of `hello` may replace, or None."""
         transitions = self._transitions
         link = transitions.links.get(hello.cluster_id)
         if link is None or not link.is_live:
@@ -359,6 +344,7 @@ class HandshakeAcceptor:
         if death := link.death():
             transitions.lost(link, death)
             return None
+        # The cluster id and the instance prove nothing: every peer of an engine knows both.
         if secrets.compare_digest(hello.proof, _proof(link, channel, hello)):
             if link.state is LinkState.UNLINKING:
                 raise busy(f"cluster {self._engine.cluster_id} is still unlinking")
@@ -401,10 +387,7 @@ def _proof(link: PeerLink, channel: Channel, hello: Hello) -> bytes:
 
 
 async def _state_of(link: PeerLink, timeout_s: float) -> str | None:
-    """Ping the peer of a link and return its state, or None if the link has ended.
-
-    Silence does not end the link here: only its heartbeat decides that a peer is dead.
-    """
+    """Ping the peer of a link; return its state in words, or None if the link has ended."""
     assert link.channel is not None
     try:
         async with asyncio.timeout(timeout_s):
@@ -413,7 +396,7 @@ async def _state_of(link: PeerLink, timeout_s: float) -> str | None:
             except ChannelClosed:
                 await link.ended.wait()  # the link ends after its channel
                 return None
-    except TimeoutError:
+    except TimeoutError:  # only the heartbeat ends a link because of silence
         return "has not answered a ping yet" if link.is_live else None
     return "is alive" if link.is_live else None
 

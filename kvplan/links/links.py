@@ -46,8 +46,8 @@ _CLOSING_S = 0.5  # to notify all peers, some of which may be stopped
 class Links:
     """The links of one engine. Any thread may use them.
 
-    In a forked child, every call raises LLMException (LLM_FAILED) and `close` does nothing, because
-    links belong to the parent.
+    In a forked child, calls that use a link raise LLMException (LLM_FAILED), and `close` does
+    nothing, because links belong to the parent.
 
     Attributes:
         peers: Links by cluster id, including lost ones. `get` explains a missing one.
@@ -96,7 +96,7 @@ class Links:
         self.peers: Mapping[int, PeerLink] = self._transitions.links
 
     def observe(self, observer: Callable[[PeerLink], object]) -> None:
-        """Call `observer` with a link, in the control thread, after each change of its state."""
+        """Call `observer`, in the control thread, with each link that was linked, lost or ended."""
         self._transitions.observer = observer
 
     def start(self) -> None:
@@ -188,7 +188,7 @@ class Links:
     ) -> int:
         """Begin to link with all members of a communicator, and return its id.
 
-        All members make the same call. It warns if other users could link, or other hosts cannot.
+        All members make the same call. It warns if any process could link, or other hosts cannot.
         """
         engine = self._engine
         members = locate_members(engine.cluster_id, cluster_rank_info, rank_table)
@@ -204,7 +204,7 @@ class Links:
         self._run(self._rendezvous.unlink(comm_id))
 
     def comm_status(self, comm_id: int) -> RegisterMemStatus:
-        """Return the status of a communicator. A broken link makes it FAILED."""
+        """Return the status of a communicator. A lost link makes it FAILED."""
         self._check_usable()
         return self._rendezvous.status(comm_id)
 

@@ -118,7 +118,7 @@ class OfferedCaches(Protocol):
         """Live leases, by id, whose blocks this engine has moved."""
 
     def survey(self, look: Callable[[Mapping[int, CacheEntry]], _T]) -> _T:
-        """Return `look(offered caches by id)`. `look` must not keep references to caches."""
+        """Return `look(offered caches by id)`. `look` must not keep entries, which hold memory."""
 
     def find(self, key: CacheKey) -> tuple[CacheEntry, int]:
         """Return the cache and the batch index that peers reach by `key`.
@@ -167,7 +167,7 @@ class LocalEngine:
     Attributes:
         cluster_id: Cluster id of this engine.
         instance: 16 random bytes that identify this run of this engine.
-        role: Current role of this engine.
+        role: Returns the current role of this engine.
         options: Limits and deadlines.
         registry: The offered caches.
         inbox: Receiver of notifications from linked peers; None: they are refused.
@@ -247,7 +247,7 @@ class LocalEngine:
         return tuple(taken), tuple(passed_over)
 
     def transport(self, name: str) -> Transport:
-        """Return the transport with the name that the peer chose."""
+        """Return the transport with the name that one of the ends chose."""
         for transport in self.transports:
             if transport.name == name:
                 return transport

@@ -194,8 +194,8 @@ class PeerCaches(LinkLifecycle, ABC):
     ) -> tuple[Side, TensorMemory]:
         """Return the peer's tensors at `addresses`, to be written in rows of `stride` bytes.
 
-        The result has as many rows as fit into the cache. If no known cache has the addresses, this
-        calls `sync`.
+        The result has the rows that fit before the end of each tensor. This calls `sync` if no
+        known cache has the addresses, or if that cache may be freed.
         """
         known = find_by_address(self._table.caches(), addresses)
         if known is None or self._may_be_freed(known.cache):

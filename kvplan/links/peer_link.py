@@ -62,7 +62,7 @@ class PeerClaim:
 
 
 class Claims:
-    """The claims of one link. Each release is repeated until the peer has confirmed it.
+    """The claims of one link. Each release is repeated while the peer is silent or busy.
 
     A release belongs to the link, not to the call that held the claim. It continues after the call
     has returned, and keeps the link busy until the peer confirms or the link ends. Repeating a
@@ -162,7 +162,7 @@ _Reply = TypeVar("_Reply", bound=Body)
 class PeerLink(PeerCaches):
     """A link to one peer.
 
-    Operations may call the documented methods in any thread; the rest is for the control thread.
+    Operations may call the public methods of this class in any thread.
     """
 
     def __init__(

@@ -126,7 +126,7 @@ def _shard(entry: ShardEntry | None) -> Shard | None:
 class PeerTable:
     """The caches of one peer.
 
-    The control thread writes the table and any thread reads it. Each read is one lookup in a dict.
+    The control thread writes the table, and any thread reads it without a lock.
 
     Attributes:
         by_id: The offered caches by id.
@@ -225,7 +225,7 @@ class AddressedCache(NamedTuple):
 def find_by_address(caches: Iterable[PeerCache], addresses: Sequence[int]) -> AddressedCache | None:
     """Return the cache that contains all addresses, or None.
 
-    Memory may be registered twice. The result is then a writable cache with the most room.
+    Memory may be registered twice. Writable caches are preferred, then those with the most room.
     """
     lowest, highest = min(addresses), max(addresses)
     found = [

@@ -203,7 +203,7 @@ class Publisher:
                 await self.publish()
 
     async def publish_and_confirm(self, timeout_s: float) -> None:
-        """Publish, and wait until the peer has the changes. A failure is logged."""
+        """Publish, and wait until the peer has the changes. Log a failure if the link goes on."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.publish()

@@ -169,7 +169,7 @@ class Communicator:
 
 
 class Rendezvous:
-    """All communicators of one engine. Only the control thread uses it."""
+    """All communicators of one engine. Only `status` may be called outside the control thread."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class Rendezvous:
         self._forget(self._get(comm_id))  # another call, or `close`, may have been faster
 
     def status(self, comm_id: int) -> RegisterMemStatus:
-        """Return the status of a communicator, which a broken link changes from OK to FAILED.
+        """Return the status of a communicator, which a lost link changes from OK to FAILED.
 
         A communicator that another member has unlinked stays OK, because this program may poll
         it for the first time after that.
@@ -286,7 +286,7 @@ class Rendezvous:
         return f"cluster {cluster_id} has not listened at {endpoint}"
 
     async def _pair(self, comm: Communicator, cluster_id: int) -> None:
-        """Link with one member, and retry until that member listens."""
+        """Link with one member: wait for that member, or retry until that member listens."""
         link = self._transitions.links.get(cluster_id)
         if link is not None and link.is_live and not comm.is_linked_by(link):
             raise link_failed(f"cluster {cluster_id} is linked already, but not by this name")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LOG = Log("kvplan")
 _PEER_LOG = LimitedLog(_LOG)
 _MAX_ATTEMPTS = 4  # at a time, without abandoned ones
-_RENEWAL_S = 30.0  # for the peer to join; a caller waits at most `wait_s`
+_RENEWAL_S = 30.0  # for the peer to join, and to connect; a caller waits at most `wait_s`
 
 
 class _Attempt:

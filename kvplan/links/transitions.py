@@ -34,7 +34,7 @@ _PEERS_SHARE = 0.5  # of the remaining time, so that the peer's refusal arrives 
 
 
 class Transitions:
-    """All state changes of links. The control thread makes them.
+    """The state changes of links, except those between LINKED and UNLINKING (see `Unlinker`).
 
     Attributes:
         links: Links in state LINKED, UNLINKING, BROKEN or CLOSED by cluster id. Any thread may
@@ -42,7 +42,7 @@ class Transitions:
         initiating: LINKING links whose handshake this side has begun.
         accepting: LINKING links whose handshake the peer has begun.
         errors: Error of the last failed attempt to link, by cluster id.
-        observer: Called with each link whose state has changed.
+        observer: Called with each link that was linked, lost or ended.
     """
 
     def __init__(self, engine: LocalEngine) -> None:
@@ -96,7 +96,7 @@ class Transitions:
             )
 
     def expect(self, link: PeerLink, challenge: bytes) -> None:
-        """Accept data connections of the peer for this link, until `connect` has ended."""
+        """Make the data streams of a link. They can be opened until `connect` has ended."""
         assert link.channel is not None
         link.streams = link.channel.streams(challenge)
 
@@ -255,10 +255,8 @@ class Transitions:
         self.spawn(self._lost_after_disconnect(link))
 
     async def _lost_after_disconnect(self, link: PeerLink) -> None:
-        """Give the peer time to send its own, better reason, and then end the link.
-
-        No transfer succeeds in the meantime, because the transport knows that the peer is gone.
-        """
+        """End the link, but first give the peer time to send its own, better reason."""
+        # No transfer succeeds in the meantime: the transport knows that the peer is gone.
         with suppress(TimeoutError):
             async with asyncio.timeout(_DISCONNECT_S):
                 await link.ended.wait()
@@ -353,7 +351,7 @@ class Unlinker:
         """Agree to end the link on request of an idle peer."""
         link = channel.bound
         if isinstance(link, PeerLink) and link.state is LinkState.UNLINKED:
-            return Unlinked()  # this side is finalizing, and closes the channel next
+            return Unlinked()  # this side has ended the link, and closes the channel next
         if not isinstance(link, PeerLink) or link not in self._transitions.links.values():
             code = LLMStatusCode.LLM_NOT_YET_LINK
             raise LLMException("the link does not exist", status_code=code)
@@ -362,7 +360,7 @@ class Unlinker:
         return Unlinked()
 
     async def drain(self, link: PeerLink, timeout_s: float) -> None:
-        """Wait until this end has no operation in flight over a link, which stays."""
+        """Refuse operations until this end has none in flight over the link, which stays."""
         async with self._idle(link, timeout_s):
             pass
 

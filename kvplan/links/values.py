@@ -128,9 +128,9 @@ class LinkState(Enum):
     UNLINKING = "UNLINKING"
     """Transfers cannot start; those in flight may finish."""
     BROKEN = "BROKEN"
-    """The peer is gone or a failure ended the link, which is kept until linked again."""
+    """The peer is gone, or a failure ended the link. It is kept until unlinked or linked again."""
     CLOSED = "CLOSED"
-    """The peer has ended the link by `finalize` or by force. It is kept like a broken link."""
+    """The peer has ended the link on purpose, as by `finalize`. It is kept like a broken link."""
     UNLINKED = "UNLINKED"
     """The link no longer exists. Only holders of the object see this state."""
 
@@ -169,7 +169,7 @@ class LinkStatus:
         caches: Number of caches that the peer offers.
         bytes_pulled: Bytes that this engine has pulled over the link.
         bytes_pushed: Bytes that this engine has pushed over the link.
-        operations: Number of operations, including failed ones.
+        operations: Number of operations that have begun, including failed ones.
         in_flight: Number of operations that have not ended, or whose claim the peer has not
             confirmed as released.
         last_error: Last error of an operation, or why the link ended; empty if there was none.

@@ -86,8 +86,8 @@ def install_from(text: str) -> Observer:
 def sums(tag: str, descriptors: Any) -> None:
     """Record sums of the present content of a request's memory; no effect without `sums=True`.
 
-    Call this when peers may begin to pull the request: `kvplan trace --sums` compares these sums
-    with the sums of transfers of the same tag.
+    Call this when peers may begin to pull the request, or have pushed it. `kvplan trace --sums`
+    compares these sums with those of transfers of the same tag.
 
     Args:
         tag: the request, as in the notifications of its transfers.
@@ -99,7 +99,7 @@ def sums(tag: str, descriptors: Any) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """A finder that wraps the classes of each wanted module once the module was executed."""
+    """A finder that wraps the classes of each wanted module after its execution."""
 
     def __init__(self, wanted: dict[str, _Wrap], observer: Observer) -> None:
         self._wanted = wanted

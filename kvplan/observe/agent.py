@@ -107,7 +107,7 @@ class Agent:
         self._inside.clear()
 
     def _is_gone(self, region: tuple[int, int]) -> None:
-        """Warn about each transfer in flight whose memory was deregistered."""
+        """Warn about each transfer in flight whose memory in this process was deregistered."""
         gone = Spans(*np.array([[region[0]], [sum(region)]], np.int64))
         for transfer in self._in_flight.values():
             if transfer.here.spans.common(gone) is not None:

@@ -1,6 +1,6 @@
 """The queue of observed calls, and wrappers of the methods that are called for each transfer.
 
-The program waits for these wrappers, so they only append to a log; a thread does the rest.
+The program waits for these wrappers, so they only append to a log, unless sums are recorded.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Calls:
     Attributes:
         seen: the calls that wait for the thread.
         tokens: messages that wake the thread: True: new calls; False: end; or an Event to set.
-        thread: the thread that takes calls; None before the first agent and after `Observer.close`.
+        thread: the thread that takes calls; None before the first agent and after the end.
         agents: the agents by the id of the observed object.
         failed: True after an error of the observer.
         inline: True to take calls in the thread that made them, before they return.
-        mutex: held by the thread that takes calls.
+        mutex: held while calls are taken.
     """
 
     def __init__(self, *, inline: bool) -> None:

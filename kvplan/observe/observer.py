@@ -38,7 +38,7 @@ class Observer:
 
     Args:
         folder: the folder of the files; empty: the current one.
-        sums: True to record sums of the blocks of each transfer, which slows its calls.
+        sums: True to record sums of the blocks of each transfer, which slows the program's calls.
 
     Attributes:
         calls: the observed calls; none are added after a failure or `close`.
@@ -55,13 +55,13 @@ class Observer:
     def wrap(
         self, owner: type, name: str, pick: Pick, note: Note | None, *, errors: bool = False
     ) -> None:
-        """Wrap a method, so that the thread notes its calls.
+        """Wrap a method, so that its calls are noted.
 
         Args:
             owner: the class.
             name: the method; nothing happens if the class lacks it.
             pick: called at the end of each call; copies values that the program may change later.
-            note: called later by the thread; None: only `pick` is called.
+            note: called with the values, usually by the thread; None: only `pick` is called.
             errors: True to also note calls that raised.
         """
         if (original := self._original(owner, name)) is None:
@@ -103,7 +103,7 @@ class Observer:
             setattr(owner, name, by_indices(original, self.calls, note))
 
     def _original(self, owner: type, name: str) -> Callable[..., Any] | None:
-        """Return a method; None: missing, or wrapped already, by another name of the module."""
+        """Return a method; None: it is missing, or was wrapped under another name of its module."""
         found: Callable[..., Any] | None = getattr(owner, name, None)
         if found is None or (owner, name) in self._wrapped:
             return None

@@ -21,14 +21,14 @@ class Peer(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Ranges of bytes, sorted."""
+    """Ranges of bytes, sorted by address."""
 
     starts: Numbers
     ends: Numbers
 
     @classmethod
     def of(cls, starts: Numbers, nbytes: Numbers) -> Spans:
-        """Return ranges in their order in memory."""
+        """Sort ranges."""
         order = np.argsort(starts, kind="stable")
         return cls(starts[order], (starts + nbytes)[order])
 
@@ -92,7 +92,7 @@ def tables_of(
 
 
 class End:
-    """The bytes of a transfer in one process.
+    """The bytes of a transfer at one end.
 
     Args:
         ranges: returns the addresses and the sizes of the descriptors.
@@ -111,7 +111,7 @@ class End:
 
     @property
     def spans(self) -> Spans:
-        """The ranges, in the order of memory."""
+        """The ranges, sorted by address."""
         if self._spans is None:
             self._spans = Spans.of(*self.ranges())
         return self._spans
@@ -175,7 +175,7 @@ class Observed:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan; None: the transfer writes a byte twice, or uses unregistered memory."""
+        """The plan; None: a byte is written twice, or a range of addresses is not registered."""
         return None if self.make_plan is None else self.make_plan()
 
     @property

@@ -61,7 +61,7 @@ class RotatingFile:
     def write(self, rows: Sequence[bytes], *, compress: bool) -> None:
         """Append encoded rows, in a new file if this one has no room.
 
-        An OSError leaves no partial row in the file.
+        An OSError closes the file, after removing a partial row if possible.
         """
         batch: list[bytes] = []
         nbytes = 0
@@ -95,7 +95,7 @@ class RotatingFile:
             while written < len(data):
                 written += os.write(self._fd, view[written:])
         except OSError:
-            with suppress(OSError):  # only tidies: readers ignore a partial row
+            with suppress(OSError):  # readers ignore a partial row
                 os.ftruncate(self._fd, self._nbytes)
             self.close()
             raise

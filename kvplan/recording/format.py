@@ -129,7 +129,7 @@ Field = str | int | float | bool | list[int | str] | None
 
 
 class EventRow(msgspec.Struct, frozen=True, array_like=True, tag=EVENT):
-    """Anything else that an engine does: links, leases, caches."""
+    """An event other than a transfer, such as of a link, a lease or a cache."""
 
     started: float
     seconds: float

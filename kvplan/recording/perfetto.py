@@ -151,7 +151,7 @@ def _event_name(event: Event) -> str:
 
 
 def _flows(slices: list[tuple[TransferRecord, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yield arrows from each transfer to the next one of its request."""
+    """Yield the arrows between transfers of one tag."""
     last: dict[str, dict[str, Any]] = {}
     number = 0
     for transfer, event in sorted(

@@ -36,7 +36,7 @@ def read(path: str | os.PathLike[str]) -> Recording:
 
     Raises:
         OSError: the file cannot be read.
-        LLMException: LLM_PARAM_INVALID: not a regular file, not a recording, or damaged.
+        LLMException: LLM_PARAM_INVALID: not a regular file, not a recording, empty, or damaged.
     """
     name = Path(path)
     with ExitStack() as opened:

@@ -101,7 +101,7 @@ class TransferRecord:
 
     @property
     def blocks(self) -> int:
-        """Rows of the destination's block tables; 0 without block tables."""
+        """Number of rows in the destination's block tables; 0 without block tables."""
         return sum(len(part.dst) // 8 for part in self.parts)
 
     def may_write(self, cache: int, row: int) -> bool:
@@ -121,7 +121,7 @@ class TransferRecord:
 
     @property
     def caches(self) -> list[tuple[int, int]]:
-        """Ids of the source and the destination cache of each part, each in its own engine."""
+        """Ids of the source and destination cache of each part; observers number those of peers."""
         known = (self._templates.get(part.template) for part in self.parts)
         return [(-1, -1) if template is None else template.cache_ids for template in known]
 
@@ -136,7 +136,7 @@ class Write:
         source: the cluster that the bytes came from; None: this process.
         src_cache: the id of the source cache in that cluster; -1: unknown.
         src_rows: the source blocks (or slot), in the order of the destination's bytes.
-        partial: True if the transfer writes only some bytes of the block, over all tensors.
+        partial: True if the transfer does not write all bytes that the block has in all tensors.
     """
 
     transfer: TransferRecord
@@ -168,7 +168,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Event:
-    """Anything else that an engine did: links, leases, caches.
+    """An event other than a transfer, such as of a link, a lease or a cache.
 
     Attributes:
         number, time, seconds, status, error: as in `TransferRecord`.
@@ -306,8 +306,8 @@ def who_wrote(
         others: recordings of peers.
 
     Raises:
-        TypeError, ValueError: not an id.
-        LLMException: LLM_PARAM_INVALID: a recording is damaged.
+        TypeError, ValueError: not an id, or not a recording.
+        LLMException: LLM_PARAM_INVALID: a recording is damaged, or another one is of this engine.
     """
     check_width("cache", cache, 0, INT64_MAX)
     check_width("block", block, 0, INT64_MAX)

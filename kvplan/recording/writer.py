@@ -192,7 +192,7 @@ class Recorder:
 
         Args:
             head: the fields of a `TransferRow` before its parts.
-            pair: the fields that all parts of this pair of caches share, as in `RowPair.cuts`.
+            pair: the fields that all parts of this pair share, as in `part` of a cut of `RowPair`.
             rows: source and destination rows; bytes hold int64.
             nbytes: bytes copied from one tensor to its pair; only C2C needs them.
             part: makes the part, for a new pair or one that is not copied as bytes.
@@ -238,7 +238,7 @@ class Recorder:
             pass
 
     def close(self) -> None:
-        """Write everything recorded, and end; idempotent. Does nothing in a forked child."""
+        """Write everything recorded, and end. Idempotent; does nothing in a forked child."""
         if self._pid != os.getpid():
             return
         with signals_deferred:  # a handler may record to the same file
@@ -256,7 +256,7 @@ class Recorder:
         self.close()
 
     def _append(self, row: bytes) -> None:
-        # Without a lock, the room of one row may be lost until the queue is written.
+        # Without a lock, a row of two threads may stay uncounted until the queue is written.
         room = self._room - len(row)
         if room < 0:
             with self._mutex:

@@ -61,10 +61,7 @@ def info(device_id: int, timeout: float, *, verbose: bool, as_json: bool) -> Exi
 
 
 def _look(device_id: int, timeout_s: float) -> dict[str, Any]:
-    """Run `kvplan.cli.info.look`; return its findings.
-
-    If it did not complete, `stopped` has the step and the reason.
-    """
+    """Return the findings of `kvplan.cli.info.look`; `stopped`: where and why it ended early."""
     reason = ""
     with TemporaryFile() as notes, TemporaryFile() as said:
         command = [sys.executable, "-m", "kvplan.cli.info.look", str(notes.fileno())]

@@ -51,7 +51,7 @@ _ANY_DEVICE: Final = {"TLS": "^tcp", "NET_DEVICES": "all"}  # settings of UCX
 
 _DESC: Final = CacheDesc(2, (8, 32 << 10), DataType.DT_UINT8, Placement.HOST)
 _TIMEOUT_MS: Final = 10_000
-# The blocks at each stop: block i of one stop goes to block i of the next.
+# The blocks at each stop: entry i of one stop is copied to entry i of the next.
 _STOPS: Final = ([0, 2, 5, 7], [6, 1, 3, 0], [4, 7, 2, 5])
 _GIVEN, _CAME, _BACK = _STOPS
 
@@ -257,7 +257,7 @@ def _reason(error: Exception) -> str:
 
 
 def _look_at_cuda(note: Note, device_id: int) -> CudaDevice | None:
-    """Report the CUDA devices; return the device with `device_id`, or None if it cannot open."""
+    """Report the CUDA devices; return the one of `device_id`, or None if it cannot be opened."""
     note(step="opening CUDA's library", cuda={"driver": driver_version()})
     try:
         library = load_cuda()

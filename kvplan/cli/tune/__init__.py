@@ -43,8 +43,8 @@ class TunedCuda(NamedTuple):
 def tune(only: str | None, *, dry_run: bool, as_json: bool) -> ExitCode:
     """Measure the fastest way to copy on this machine, and store it.
 
-    Measures copies in host memory, and copies of the first CUDA GPU, if there is one, for each
-    size. That takes some seconds; run it on an idle machine. The results are stored in
+    Measures copies in host memory, and copies of the first CUDA GPU, if there is one. That takes
+    some seconds; run it on an idle machine. The results are stored in
     $XDG_CACHE_HOME/kvplan (~/.cache/kvplan), by kind of processor and GPU. Engines that start later
     use them, unless KVPLAN_TUNING or kvplan.tuning says otherwise. Exits with 2 if a measurement or
     the storing fails.

@@ -26,7 +26,7 @@ BUDGET_MS: Final = 300
 """Time budget of a measurement in ms, including memory and threads."""
 
 _SPAN_NBYTES: Final = 32 << 20
-"""Size of each side: larger than the caches of one processor, but available on any host."""
+"""Size of each side: larger than many caches, and available on any host."""
 _BLOCK_NBYTES: Final = 32 << 10
 _SIZES: Final = tuple(mib << 20 for mib in (8, 16, 24, 32))
 _PIECES_NBYTES: Final = (256 << 10, 512 << 10, 1 << 20, 2 << 20)
