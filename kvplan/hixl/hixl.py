@@ -232,7 +232,7 @@ class Hixl:
 
         Returns:
             SUCCESS; PARAM_INVALID: a malformed name, or a timeout below 1; NOT_CONNECTED; TIMEOUT:
-            such a call goes on, and the connection stays; or the end was not confirmed.
+            a `transfer_sync` still runs (the connection stays), or the end was not confirmed.
         """
         running = self._initialized(timeout_in_millis)
         cluster_id = running.connections.cluster_of(remote_engine)
