@@ -349,7 +349,7 @@ class Agent:
     def getNotifs(  # noqa: N802
         self, notif_map: dict[str, list[bytes]], backends: Sequence[int] = ()
     ) -> dict[str, list[bytes]]:
-        """Return `notif_map` with the messages that have arrived since the last call."""
+        """Return a copy of `notif_map` with the messages that have arrived since the last call."""
         found = {name: list(messages) for name, messages in notif_map.items()}
         for message in self.engine.connections.take_messages():
             name = message.name.decode(errors="replace")
