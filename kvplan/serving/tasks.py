@@ -38,7 +38,7 @@ class ExchangeOptions:
     """Time limits in milliseconds, and the number of simultaneous transfers.
 
     Raises:
-        TypeError: a value is not a number.
+        TypeError: a value of another type.
         LLMException: LLM_PARAM_INVALID: a value is not > 0.
     """
 
