@@ -37,7 +37,7 @@ class UnknownInputError(Exception):
 
 
 CountKeys = Callable[[Any, int], int]
-"""Returns how many keys, other than tokens, vLLM's prefix cache has for a prefix of a request."""
+"""A function that counts the keys, without tokens, of vLLM's prefix cache for a prefix."""
 
 
 def digest_of(request: Inputs, num_tokens: int, count_keys: CountKeys | None = None) -> bytes:
@@ -253,7 +253,7 @@ class ConnectorScheduler:
     def computing(
         self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int] | None]
     ) -> None:
-        """Add the chunks that the step computes of requests with waiting consumers."""
+        """Add the chunks of requests with waiting consumers."""
         for name in scheduled.keys() & self._computing.keys():
             computed = self._computing[name]
             end = computed.request.num_computed_tokens + scheduled[name]
