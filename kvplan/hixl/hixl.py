@@ -357,7 +357,7 @@ class Hixl:
 
         Returns:
             SUCCESS; PARAM_INVALID: a name or message of more than 1024 bytes, or a timeout below 1;
-            NOT_CONNECTED; TIMEOUT; RESOURCE_EXHAUSTED: the peer has 4096 unread messages from here.
+            NOT_CONNECTED; TIMEOUT; RESOURCE_EXHAUSTED: too many messages are unread at the peer.
         """
         running = self._initialized(timeout_in_millis)
         name, text = notify.name.encode(), notify.notify_msg.encode()
