@@ -27,7 +27,7 @@ _PIECE, _LAST, _USES, _LEAVES = b"P", b"N", b"U", b"L"
 MAX_NAME_NBYTES: Final = 1024
 MAX_BODY_NBYTES: Final = 1 << 20
 """Maximum bytes of a message, and of all unfinished messages of a peer."""
-_ATTEMPTS: Final = 3  # to get a link that the peer is not just ending
+_ATTEMPTS: Final = 3  # to get a link, which the peer may be ending
 _LINKED: Final = LinkState.LINKED  # faster than a lookup in the enumeration
 _NOT_LINKED: Final = LLMStatusCode.LLM_NOT_YET_LINK
 
