@@ -144,7 +144,7 @@ class Agent:
             raise nixlNotFoundError(f"no backend of agent {self.name} has memory of {kind}")
         place = Placement.DEVICE if kind else Placement.HOST
         made: list[tuple[Region, int]] = []
-        with self._mutex, signals_deferred:  # until all of it is known
+        with self._mutex, signals_deferred:  # until all memory is known
             try:
                 for region, text in zip(_regions(descs), descs.texts, strict=True):
                     name = text.decode(errors="replace")
