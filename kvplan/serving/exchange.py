@@ -421,7 +421,7 @@ class Exchange:
     def _fetch(self, request: str, reference: Reference, target: Target | None) -> None:
         try:
             pull = self._expect(request, reference)
-        except LLMException as error:  # numbers of workers that do not match
+        except LLMException as error:
             logger.warning("%s: not fetched: %s", request, error)
             if target is not None:
                 self._report(PullResult(request, error, target.blocks, target.first_token))
