@@ -222,7 +222,7 @@ class ConnectorScheduler:
         """End a request; return True if its blocks are kept, and parameters for its consumer."""
         if (reference := self._pending.pop(request.request_id, None)) is not None:
             self._step.dropped[request.request_id] = reference
-        if request.request_id in self._fetching:  # it was aborted
+        if request.request_id in self._fetching:  # aborted
             self._step.cancelled.append(request.request_id)
         computed = self._computing.pop(request.request_id, None)
         params, tokens = request.kv_transfer_params or {}, request.prompt_token_ids
