@@ -257,8 +257,8 @@ class LLMDataDist:
         """End a communicator that `link` made.
 
         Raises:
-            LLMException: LLM_NOT_YET_LINK: the communicator does not exist;
-                LLM_FEATURE_NOT_ENABLED: with llm.TransferBackend.
+            LLMException: LLM_NOT_YET_LINK: the communicator does not exist; LLM_LINK_BUSY:
+                transfers are in flight; LLM_FEATURE_NOT_ENABLED: with llm.TransferBackend.
         """
         engine = self._running_by_name("unlink")
         check_uint64("comm_id", comm_id)
@@ -268,7 +268,7 @@ class LLMDataDist:
         """Return the state of a communicator that `link` made: PREPARING, OK or FAILED.
 
         Raises:
-            LLMException: as for `unlink`.
+            LLMException: LLM_NOT_YET_LINK, LLM_FEATURE_NOT_ENABLED: as for `unlink`.
         """
         engine = self._running_by_name("query_register_mem_status")
         check_uint64("comm_id", comm_id)
