@@ -27,13 +27,13 @@ _PIECE, _LAST, _USES, _LEAVES = b"P", b"N", b"U", b"L"
 MAX_NAME_NBYTES: Final = 1024
 MAX_BODY_NBYTES: Final = 1 << 20
 """Maximum bytes of a message, and of all unfinished messages of a peer."""
-_ATTEMPTS: Final = 3  # to get a link that the peer is not just ending
+_ATTEMPTS: Final = 3  # to get a link, which the peer may be ending
 _LINKED: Final = LinkState.LINKED  # faster than a lookup in the enumeration
 _NOT_LINKED: Final = LLMStatusCode.LLM_NOT_YET_LINK
 
 
 Where = Callable[[str], tuple[Endpoint, int]]
-"""Returns the endpoint of the engine with a name, and its expected cluster id."""
+"""A function from the name of an engine to its endpoint and expected cluster id."""
 
 
 class Message(NamedTuple):
@@ -75,7 +75,7 @@ class Connections:
         self._connected: dict[str, _Connection] = {}  # by each name in use
         self._peer_uses: WeakKeyDictionary[PeerLink, bool] = WeakKeyDictionary()
         self._messages: list[Message] = []
-        self._pieces: dict[tuple[int, int], bytes] = {}  # of unfinished messages, oldest first
+        self._pieces: dict[tuple[int, int], bytes] = {}  # of messages; longest waiting first
         # Number of the last message in pieces. It begins at random, as peers may hold older pieces.
         self._sent = secrets.randbits(63)
 
@@ -258,7 +258,7 @@ class Connections:
         if is_last:
             self._messages.append(Message(cluster_id, name, body))
             return True
-        # The last piece of a failed transfer never arrives: drop the oldest pieces.
+        # The last piece of a failed transfer never arrives: drop what has waited longest.
         pending = [other for other in self._pieces if other[0] == cluster_id]
         kept = len(body) + sum(len(self._pieces[other]) for other in pending)
         for other in pending:

@@ -46,7 +46,7 @@ _log = Log("kvplan.hixl")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _INT32_MAX = 2**31 - 1
-_MAX_TEXT: Final = 1024  # bytes of a notification's name, and of its message
+_MAX_TEXT: Final = 1024  # maximum bytes of a notification's name, and of its message
 _AUTO_CONNECT_MS = 1000  # for a transfer without a timeout of its own
 _DIRECTIONS: Final[dict[TransferOp, Literal["pull", "push"]]] = {
     TransferOp.READ: "pull",
@@ -232,7 +232,7 @@ class Hixl:
 
         Returns:
             SUCCESS; PARAM_INVALID: a malformed name, or a timeout below 1; NOT_CONNECTED; TIMEOUT:
-            such a call goes on, and the connection stays; or the end was not confirmed.
+            a `transfer_sync` still runs (the connection stays), or the end was not confirmed.
         """
         running = self._initialized(timeout_in_millis)
         cluster_id = running.connections.cluster_of(remote_engine)
@@ -265,7 +265,7 @@ class Hixl:
 
     @_returns_status({})
     def get_all_async_connect_status(self) -> tuple[int, dict[str, AsyncConnectStatus]]:
-        """Return the state of each remote engine; see `get_async_connect_status`."""
+        """Return the state of each engine that a task was for; see `get_async_connect_status`."""
         running = self._initialized()
         states = running.connector.states()
         return SUCCESS, {name: running.async_status(name, states) for name in states}
@@ -357,7 +357,7 @@ class Hixl:
 
         Returns:
             SUCCESS; PARAM_INVALID: a name or message of more than 1024 bytes, or a timeout below 1;
-            NOT_CONNECTED; TIMEOUT; RESOURCE_EXHAUSTED: the peer has 4096 unread messages from here.
+            NOT_CONNECTED; TIMEOUT; RESOURCE_EXHAUSTED: too many messages are unread at the peer.
         """
         running = self._initialized(timeout_in_millis)
         name, text = notify.name.encode(), notify.notify_msg.encode()

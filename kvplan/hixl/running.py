@@ -59,7 +59,7 @@ class Running(AddressedEngine):
         )
         self.registered: dict[int, Region] = {}  # by handle
         self.handles: dict[Region, int] = {}  # the inverse of `registered`
-        self.mutex = Mutex()  # guards `registered` and `handles`
+        self.mutex = Mutex()  # guards `handles`, and additions to `registered`
 
     def status(self, number: int) -> tuple[int, TransferStatus]:
         """Return the state of a request; forget the request if it has ended."""

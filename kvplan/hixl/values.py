@@ -218,7 +218,6 @@ class TransferResult(_Checked):
     Attributes:
         req: number of the request.
         user_data: from the `TransferArgs` of the request.
-        status: the state of the request; read-only.
     """
 
     __slots__ = ("_status", "req", "user_data")

@@ -222,7 +222,8 @@ class LlmConfig:
     """The options of an engine, each with its checks.
 
     Setting an option raises TypeError for another type, ValueError for an integer outside its
-    width, and LLMException (LLM_PARAM_INVALID) for other invalid values.
+    width, RuntimeError for an invalid address in `cluster_info`, and LLMException
+    (LLM_PARAM_INVALID) for other invalid values.
     """
 
     ge_options = _Setting[dict[str, str]](
@@ -238,7 +239,7 @@ class LlmConfig:
     )
     deploy_res_path = _Setting[str | None]("llm.deployResPath", _check_text, "Not used.", "")
     buf_pool_cfg = _Setting[str | None](
-        "llm.BufPoolCfg", _check_text, "JSON: sizes of transfer buffers.", ""
+        "llm.BufPoolCfg", _check_text, "JSON: sizes of transfer buffers; not used.", ""
     )
     mem_pool_cfg = _Setting[str | None](
         "llm.MemPoolConfig", _check_text, 'JSON: {"memory_size": bytes, "page_shift": 16}.', ""
@@ -262,10 +263,10 @@ class LlmConfig:
         "llm.LinkRetryCount", _within(1, 100), "Attempts to link.", none=1
     )
     rdma_traffic_class = _Setting[int | None](
-        "llm.RdmaTrafficClass", checked_by(check_uint32), "Traffic class of RDMA; not used."
+        "llm.RdmaTrafficClass", checked_by(check_uint32), "Traffic class of RDMA; None: unset."
     )
     rdma_service_level = _Setting[int | None](
-        "llm.RdmaServiceLevel", checked_by(check_uint32), "Service level of RDMA; not used."
+        "llm.RdmaServiceLevel", checked_by(check_uint32), "Service level of RDMA; None: unset."
     )
     local_comm_res = _Setting[str | None](
         "llm.LocalCommRes",
@@ -277,17 +278,17 @@ class LlmConfig:
         "llm.TransferBackend", _check_text, '"hixl" or nothing.', none=""
     )
     global_resource_config = _Setting[str | None](
-        "llm.GlobalResourceConfig", _check_text, "JSON: resources of all links.", none=""
+        "llm.GlobalResourceConfig", _check_text, "JSON: resources of all links; not used.", none=""
     )
     cluster_info = _Setting[str](
         "llm.ClusterInfo", _checked_cluster_info, "JSON: this cluster; not used.", ""
     )
     output_max_size = _Setting[int | None]("llm.OutputMaxSize", _checked_int, "Not used.")
     enable_switch_role = _Setting[bool | None](
-        "llm.EnableSwitchRole", _check_bool, "True to permit changes of the role.", False
+        "llm.EnableSwitchRole", _check_bool, "True to permit changes of the role; not used.", False
     )
     mem_utilization = _Setting[float](
-        "llm.MemoryUtilization", _checked_fraction, "Fraction of memory to use, in [0, 1].", 0.95
+        "llm.MemoryUtilization", _checked_fraction, "Fraction of memory, in [0, 1]; not used.", 0.95
     )
     options = Field[dict[str, str]]("The dict that `generate_options` fills.")
 

@@ -29,7 +29,7 @@ ROOTS: Final = {"llm_datadist": OURS, "llm_datadist_v1": f"{OURS}.v1"}
 """Modules by the names that programs import; the module of version 1 raises on import."""
 
 SEVERAL_ENGINES: Final = "KVPLAN_SEVERAL_ENGINES"
-"""Environment variable: "1" permits several engines in a process; the launcher sets it."""
+"""Environment variable: "1" permits several engines in a process (--several-engines sets it)."""
 
 _logger = logging.getLogger("kvplan")
 

@@ -64,7 +64,7 @@ _Call = Callable[Concatenate["TransferEngine", _P], int]
 
 
 def _returns_status(failed: int = _FAILED, name: str = "") -> Callable[[_Call[_P]], _Call[_P]]:
-    """Make a method log a refusal of the engine as that of `name`, and then return `failed`."""
+    """Make a method return `failed` for a refusal of the engine, and log why under `name`."""
 
     def decorate(method: _Call[_P]) -> _Call[_P]:
         @wraps(method)
@@ -233,7 +233,7 @@ class TransferEngine:
         if (known := self._registered.get(address)) is None:
             raise invalid(f"no registered memory begins at {address:#x}")
         engine.deregister(known[1])
-        # Forget it last: an interrupted call can be repeated, and overlaps are refused until then.
+        # Last: an interrupted call can be repeated, and overlaps are refused until then.
         with signals_deferred, self._mutex:
             if self._registered.get(address) is known:  # no other thread was faster
                 del self._registered[address]
@@ -278,7 +278,7 @@ class TransferEngine:
         """Free memory that `allocate_managed_buffer` returned; `length` is not used."""
         if (memory := self._buffers.get(buffer_addr)) is None:
             raise invalid(f"buffer_addr={buffer_addr:#x} must come from allocate_managed_buffer")
-        for start in [*self._starts]:  # the program may have registered parts of it instead
+        for start in [*self._starts]:  # the program may have registered parts of the buffer
             if buffer_addr <= start < buffer_addr + len(memory):
                 self._unregister(start)
         self._buffers.pop(buffer_addr, None)  # another thread may have freed it

@@ -144,7 +144,7 @@ class Agent:
             raise nixlNotFoundError(f"no backend of agent {self.name} has memory of {kind}")
         place = Placement.DEVICE if kind else Placement.HOST
         made: list[tuple[Region, int]] = []
-        with self._mutex, signals_deferred:  # until all of it is known
+        with self._mutex, signals_deferred:  # until all memory is known
             try:
                 for region, text in zip(_regions(descs), descs.texts, strict=True):
                     name = text.decode(errors="replace")
@@ -349,7 +349,7 @@ class Agent:
     def getNotifs(  # noqa: N802
         self, notif_map: dict[str, list[bytes]], backends: Sequence[int] = ()
     ) -> dict[str, list[bytes]]:
-        """Return `notif_map` with the messages that have arrived since the last call."""
+        """Return a copy of `notif_map` with the messages that have arrived since the last call."""
         found = {name: list(messages) for name, messages in notif_map.items()}
         for message in self.engine.connections.take_messages():
             name = message.name.decode(errors="replace")

@@ -19,9 +19,7 @@ Rows = NDArray[np.uint64]
 def rows_of(descs: Iterable[Any]) -> Rows:
     """Return descriptors as rows of address, size and device.
 
-    Raises:
-        IndexError: a descriptor has fewer than 3 numbers.
-        RuntimeError: a number is not an integer of 64 bits.
+    Fewer than 3 numbers raise IndexError; a number outside uint64 raises RuntimeError.
     """
     given = list(descs)
     if set(map(len, given)) - {3}:

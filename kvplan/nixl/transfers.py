@@ -47,7 +47,7 @@ _IN_PROGRESS: Final = nixl_status_t.NIXL_IN_PROG
 class _Side(NamedTuple):
     """One side of transfers: descriptors that were found in registered memory."""
 
-    agent: str  # empty: this agent, unless its own name was given
+    agent: str  # as given; empty: this agent
     is_local: bool
     kind: nixl_mem_t
     rows: Rows

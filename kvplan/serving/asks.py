@@ -27,7 +27,7 @@ class _Consumer:
         # By number of the ask: the request that it waits for, and the bytes of its goal.
         self.waiting: dict[int, tuple[Handle | str, int]] = {}
         self.parts: dict[int, list[bytes]] = {}  # of incomplete goals, oldest first
-        self.nbytes = 0  # of all goals
+        self.nbytes = 0  # of all goals and parts
 
     def take_parts(self, number: int) -> list[bytes]:
         """Return the parts of a goal, and forget them."""
@@ -179,7 +179,7 @@ class Asks:
         consumer.nbytes += len(ask.data) + PART_NBYTES
         whole = b"".join(consumer.take_parts(ask.number)) if len(parts) >= ask.parts else None
         _, replaced = consumer.waiting.get(ask.number, ("", 0))  # the goal that was sent before
-        while consumer.nbytes - replaced > MAX_GOAL_NBYTES and consumer.parts:  # others were lost
+        while consumer.nbytes - replaced > MAX_GOAL_NBYTES and consumer.parts:  # a part was lost
             consumer.take_parts(next(iter(consumer.parts)))
             peer_log.warning("cluster %d: dropped the goal of an ask: too large", cluster_id)
         self._drop_idle(cluster_id)

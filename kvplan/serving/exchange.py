@@ -48,9 +48,9 @@ _HELPERS_OF_PEER: Final = 4  # threads, besides those that wait for its transfer
 class Exchange:
     """The offers of finished requests to consumers, and the fetches of requests from producers.
 
-    Each worker of a serving engine has one exchange, for its kvplan engine and its paged cache. The
-    exchange reads the notifications of that engine. Any thread may call the methods. A thread of
-    the exchange waits for peers; only `wait`, `close`, and `begin_step` with `moved`, block.
+    Each worker has one exchange, for its paged cache and its kvplan engine, whose notifications the
+    exchange reads. Any thread may call the methods, but only one thread `begin_step`, `layer_ready`
+    and `end_step`. Only `wait`, `close`, and `begin_step` with `moved`, block.
 
     Args:
         engine: an initialized engine; that of a producer listens.
@@ -66,7 +66,7 @@ class Exchange:
 
     Raises:
         TypeError: instance is not bytes.
-        LLMException: LLM_PARAM_INVALID: invalid groups, or an instance of 0 or more than 32 bytes.
+        LLMException: LLM_PARAM_INVALID: invalid groups or `push`, or not 1 to 32 bytes.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Exchange:
 
     @property
     def is_fetching(self) -> bool:
-        """True while requests have no result yet."""
+        """True while an expected or fetched request has no result yet."""
         return bool(self._puller.pulls)
 
     def take_results(self) -> list[PullResult]:
@@ -421,7 +421,7 @@ class Exchange:
     def _fetch(self, request: str, reference: Reference, target: Target | None) -> None:
         try:
             pull = self._expect(request, reference)
-        except LLMException as error:  # numbers of workers that do not match
+        except LLMException as error:
             logger.warning("%s: not fetched: %s", request, error)
             if target is not None:
                 self._report(PullResult(request, error, target.blocks, target.first_token))

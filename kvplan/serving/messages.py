@@ -84,7 +84,7 @@ class Grant(_Message, frozen=True, tag=2):
     Attributes:
         number: number of the ask.
         handle: handle of the request at the producer.
-        pushed: tokens [0, pushed) are at the goal of the ask.
+        pushed: end of the tokens that were pushed to the goal of the ask; 0: none.
         part, parts: index of this part, and number of parts.
         data: a piece of `encode_leases`.
     """
@@ -277,7 +277,7 @@ class Reference:
     Attributes:
         instance: the producer's process; it differs after a restart.
         handle: handle of the request at the producer; None with a transfer.
-        digest: digest of the tokens (`token_digest`), which the consumer compares with its own.
+        digest: digest of the tokens (`token_digest`); the producer refuses one of other tokens.
         num_tokens: number of computed tokens, from the first on.
         sources: the producer's workers, by stage, then by rank. Within a stage, workers with the
             same tokens are in the order of their heads.

@@ -291,7 +291,7 @@ class Puller:
         self.pulls.clear()
 
     async def renew(self) -> None:
-        """Renew all requests of known handles, except where the last renewal still waits."""
+        """Renew requests of known handles, except at producers whose last renewal still waits."""
         waited: dict[tuple[int, bytes], list[bytes]] = {}
         for pull in list(self.pulls.values()):  # threads remove requests
             for source in pull.sources:
@@ -364,7 +364,7 @@ class Puller:
             del self._asks[number]
 
     def _goal(self, pull: Pull, target: Target) -> Goal | None:
-        """Lease to producers the blocks that lack tokens, for pushes."""
+        """Lease the blocks that lack tokens to producers, for pushes."""
         if not self._push:
             return None
         (group,), (table,) = self._groups, tables_of(target.blocks, 1)

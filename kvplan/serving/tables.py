@@ -198,15 +198,15 @@ class Place:
     """The place of a worker in its serving engine.
 
     Args:
-        rank, ranks: the worker's rank, in the order of heads, among the workers of its stage that
-            have the same tokens, and the number of these workers (tensor parallelism).
+        rank, ranks: the worker's rank and the number of ranks, in the order of heads, among the
+            workers of its stage that have the same tokens (tensor parallelism).
         stage: index of the worker's stage.
         stages: the layers of each stage: the first, and one past the last; None: all. Sources of an
             engine with several stages name their layers, too.
         context: the tokens of each request that the worker has (context parallelism); None: all.
             Sources of such an engine name their context, too.
-        copy, copies: the worker's number among workers that have the same part of each request and
-            only share out the computation of prompts, and the number of these workers.
+        copy, copies: the worker's number and the number of workers, among those that have the same
+            part of each request and only share out the computation of prompts.
     """
 
     rank: int = 0
@@ -238,8 +238,8 @@ class Held(NamedTuple):
 class Share(NamedTuple):
     """A worker's share of a producer's workers."""
 
-    mine: tuple[int, ...]  # those that it reads, in order of layers, tokens and heads
-    spare: tuple[int, ...]  # those that no worker reads, and that it tells to free the blocks
+    mine: tuple[int, ...]  # workers that it reads, in order of layers, tokens and heads
+    spare: tuple[int, ...]  # workers without a reader, which it tells to free the blocks
     readers: tuple[int, ...]  # for each source, the number of workers that report to it
 
 

@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 _Args = TypeVarTuple("_Args")
 
 MAX_OF_PEER: Final = 8192
-"""Maximum of running coroutines for one peer's messages: two for each waiting ask (`MAX_WAITING`).
+"""Maximum number of coroutines for one peer's messages: two for each waiting ask (`MAX_WAITING`).
 
 A dropped message leaves blocks leased, or a request unanswered, until a time limit.
 """
@@ -38,7 +38,7 @@ class ExchangeOptions:
     """Time limits in milliseconds, and the number of simultaneous transfers.
 
     Raises:
-        TypeError: a value is not a number.
+        TypeError: a value of another type.
         LLMException: LLM_PARAM_INVALID: a value is not > 0.
     """
 

@@ -1,6 +1,6 @@
 """`python -m kvplan.vllm.proxy`: an OpenAI-compatible proxy over servers of vLLM.
 
-The proxy sends each request to /v1/completions or /v1/chat/completions, streaming or not, to a
+The proxy sends a request to /v1/completions or /v1/chat/completions, streaming or not, to a
 prefill server, which computes one token. Then it sends the request to a decode server, with the
 reference to the KV cache of the prompt, and forwards the answer as it arrives. With --push, for
 servers of mode "push", both servers get the request at the same time. The proxy then generates the
@@ -219,7 +219,7 @@ class Proxy:
     async def _prefilled(
         self, call: Call, params: dict[str, Any], urls: Iterable[str]
     ) -> dict[str, Any] | None:
-        """Return the `kv_transfer_params` of the first prefill server that has some, or None."""
+        """Return the `kv_transfer_params` of the first prefill server that answers, or None."""
         reasons = []
         for url in urls:
             try:

@@ -37,7 +37,7 @@ class UnknownInputError(Exception):
 
 
 CountKeys = Callable[[Any, int], int]
-"""Returns how many keys, other than tokens, vLLM's prefix cache has for a prefix of a request."""
+"""A function that counts the keys, without tokens, of vLLM's prefix cache for a prefix."""
 
 
 def digest_of(request: Inputs, num_tokens: int, count_keys: CountKeys | None = None) -> bytes:
@@ -222,7 +222,7 @@ class ConnectorScheduler:
         """End a request; return True if its blocks are kept, and parameters for its consumer."""
         if (reference := self._pending.pop(request.request_id, None)) is not None:
             self._step.dropped[request.request_id] = reference
-        if request.request_id in self._fetching:  # it was aborted
+        if request.request_id in self._fetching:  # aborted
             self._step.cancelled.append(request.request_id)
         computed = self._computing.pop(request.request_id, None)
         params, tokens = request.kv_transfer_params or {}, request.prompt_token_ids
@@ -253,7 +253,7 @@ class ConnectorScheduler:
     def computing(
         self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int] | None]
     ) -> None:
-        """Add the chunks that the step computes of requests with waiting consumers."""
+        """Add the chunks of requests with waiting consumers."""
         for name in scheduled.keys() & self._computing.keys():
             computed = self._computing[name]
             end = computed.request.num_computed_tokens + scheduled[name]

@@ -66,12 +66,7 @@ def error(msg: str, *args: object, **kwargs: Any) -> None:
 def _find_caller(
     stack_info: bool = False, stack_level: int = 1
 ) -> tuple[str, int, str, str | None]:
-    """Return file, line, function and, if `stack_info`, the stack of the caller that logs.
-
-    Args:
-        stack_info: True to return the stack as well.
-        stack_level: 1: the caller; 2: its caller; and so on.
-    """
+    """Return file, line, function and, if `stack_info`, the stack of the caller that logs."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         if frame.f_code.co_filename not in _SKIPPED_FILES:

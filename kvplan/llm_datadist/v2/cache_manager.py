@@ -45,8 +45,8 @@ class CacheManager(CacheTransfers):
     In *request mode* peers pull by CacheKey; the pull of the last tensor consumes a request's key.
     In *remote mode* (llm.EnableRemoteCacheAccessible) peers pull by id, and push.
 
-    Every method raises TypeError for an argument of the wrong type, ValueError for an integer
-    outside its width, and LLM_ENGINE_FINALIZED after `finalize`.
+    Every method raises TypeError for an argument of the wrong type, and TypeError or ValueError for
+    an integer outside its width.
 
     Args:
         llm_datadist: the engine.

@@ -1,8 +1,4 @@
-"""`transfer_cache_async`: a layered task for each destination, and one thread for all of them.
-
-The thread calls the synchronizer for each layer, and then marks the layer ready in each
-task.
-"""
+"""`transfer_cache_async`: a layered task for each destination, and one thread for all of them."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ class LLMDataDist:
             The id for `query_register_mem_status`; linking continues in the background.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID.
+            LLMException: LLM_PARAM_INVALID; LLM_FEATURE_NOT_ENABLED: with llm.TransferBackend.
         """
         engine = self._running_by_name("link")
         check_isinstance("comm_name", comm_name, str, allow_none=False)
@@ -257,7 +257,8 @@ class LLMDataDist:
         """End a communicator that `link` made.
 
         Raises:
-            LLMException: LLM_NOT_YET_LINK: the communicator does not exist.
+            LLMException: LLM_NOT_YET_LINK: the communicator does not exist; LLM_LINK_BUSY:
+                transfers are in flight; LLM_FEATURE_NOT_ENABLED: with llm.TransferBackend.
         """
         engine = self._running_by_name("unlink")
         check_uint64("comm_id", comm_id)
@@ -267,7 +268,7 @@ class LLMDataDist:
         """Return the state of a communicator that `link` made: PREPARING, OK or FAILED.
 
         Raises:
-            LLMException: LLM_NOT_YET_LINK: the communicator does not exist.
+            LLMException: LLM_NOT_YET_LINK, LLM_FEATURE_NOT_ENABLED: as for `unlink`.
         """
         engine = self._running_by_name("query_register_mem_status")
         check_uint64("comm_id", comm_id)
