@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvplan.cli.common import STDIN, ExitCode, json_option, write_json, write_lines
+from kvplan.cli.common import STDIN, ExitCode, json_option, stdin, write_json, write_lines
 from kvplan.planning.schema import MAX_NBYTES, read_plan
 from kvplan.planning.texts import nbytes_text, plural
 from kvplan.status import LLMException
@@ -77,7 +77,7 @@ def check(
 def _read(name: str) -> bytes:
     """Return the bytes of a file, or of stdin."""
     if name == STDIN:
-        return sys.stdin.buffer.read(MAX_NBYTES + 1)
+        return stdin("a file").read(MAX_NBYTES + 1)
     with Path(name).open("rb") as file:
         return file.read(MAX_NBYTES + 1)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, TypeVar
 
 import click
 
@@ -74,9 +74,14 @@ def _read_plan(_: click.Context, __: click.Parameter, path: str) -> Plan:
 
     if path != STDIN:
         return load_plan(path)
+    return read_plan(stdin("a plan"), "stdin")
+
+
+def stdin(what: str) -> BinaryIO:
+    """Return the standard input, which `what` is redirected to."""
     if sys.stdin is None:
-        raise click.UsageError("stdin is closed; redirect a plan to it")
-    return read_plan(sys.stdin.buffer, "stdin")
+        raise click.UsageError(f"stdin is closed; redirect {what} to it")
+    return sys.stdin.buffer
 
 
 def picture_option(name: Literal["html", "svg"]) -> Callable[[_F], _F]:

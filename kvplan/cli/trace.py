@@ -165,7 +165,7 @@ def trace(
             for one, begin in zip(recordings, begins, strict=True)
         ]
     if perfetto is not None:
-        return _export(found, perfetto)
+        return _export(found, perfetto, as_json=as_json)
     if as_json:
         write_json(
             {
@@ -377,17 +377,24 @@ def _one_plan(
     if len(recordings) > 1:
         raise click.UsageError("--plan and --save-plan need one FILE, as each counts its own rows")
     (recording,) = recordings
+    written: dict[str, Any] = {}
     if saved is not None:
         number, path = saved
-        write_plain(save_plan(transfer_at(recording, number), path))
+        text = save_plan(transfer_at(recording, number), path)
+        if as_json:
+            written["saved"] = str(path)
+        else:
+            write_plain(text)
     if explained is None:
+        if as_json:
+            write_json(written)
         return ExitCode.OK
     transfer = transfer_at(recording, explained)
     wrong = "" if expected is None else expected.difference(transfer)
     if as_json:
         plan = None if transfer.plan is None else transfer.plan.to_dict()
         tables = {"block_tables": block_tables(transfer), "unexpected": wrong}
-        write_json({"plan": plan} | tables | _document(transfer))
+        write_json(written | {"plan": plan} | tables | _document(transfer))
     else:
         write_plain(_HEAD, *_lines([transfer]), *plan_lines(transfer))
         if expected is not None:
@@ -395,13 +402,16 @@ def _one_plan(
     return ExitCode.DIFFERENT if wrong else ExitCode.OK
 
 
-def _export(found: _Found, perfetto: Path) -> ExitCode:
+def _export(found: _Found, perfetto: Path, *, as_json: bool) -> ExitCode:
     from kvplan.recording.perfetto import trace_of
 
     document = trace_of(found)
     perfetto.write_text(json.dumps(document) + "\n", encoding="utf-8")
-    count = plural(len(document["traceEvents"]), "event")
-    write_plain(f"{perfetto}: {count}; open it in https://ui.perfetto.dev")
+    count = len(document["traceEvents"])
+    if as_json:
+        write_json({"saved": str(perfetto), "events": count})
+    else:
+        write_plain(f"{perfetto}: {plural(count, 'event')}; open it in https://ui.perfetto.dev")
     return ExitCode.OK
 
 

@@ -271,7 +271,8 @@ class LlmDataDist(
 
         Raises:
             TypeError, ValueError: comm_id is not a uint64.
-            LLMException: LLM_NOT_YET_LINK: the communicator does not exist.
+            LLMException: LLM_NOT_YET_LINK: the communicator does not exist; LLM_LINK_BUSY: a
+                transfer goes on over one of its links.
         """
         with self._recorded("unlink", comm=comm_id) as engine:
             engine.links.comm_unlink(comm_id)

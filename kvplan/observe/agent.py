@@ -250,7 +250,6 @@ class Agent:
                 self._compare(transfer, other)
         if self._sums and not transfer.pulls:  # now: the source may change before the end
             self._sum(transfer)
-        transfer.in_flight = True
         self._in_flight[handle] = transfer
         if state != "PROC":
             self.check(begin, end, error, handle, state, rest)
@@ -275,7 +274,6 @@ class Agent:
         transfer = self._in_flight.pop(handle, None)
         if transfer is None:
             return
-        transfer.in_flight = False
         succeeded = state == "DONE"
         if succeeded and transfer.deregistered:
             text = "it succeeded after its memory was deregistered"

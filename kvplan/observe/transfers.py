@@ -148,7 +148,6 @@ class Observed:
         here, there: the bytes of this process and of the peer.
         nbytes: size of the transfer.
         make_plan: makes the plan; None: see `plan`.
-        in_flight: True from its posting until its end is seen.
         deregistered: True if its memory was deregistered in flight.
         uneven: see `kvplan.observe.plans.uneven`.
     """
@@ -164,7 +163,6 @@ class Observed:
     nbytes: int
     make_plan: Callable[[], Plan] | None
     leases: tuple[BlockLease, ...] = ()
-    in_flight: bool = False
     deregistered: bool = False
     uneven: str = ""
 

@@ -103,7 +103,7 @@ class Figures:
             line |= {
                 "Fetched tokens": sum(data["tokens"]),
                 "Pushed tokens": data["pushed"],
-                "Fetched MB": round(sum(data["nbytes"]) / 2**20, 1),
+                "Fetched MiB": round(sum(data["nbytes"]) / 2**20, 1),
                 "Median transfer time (ms)": round(statistics.median(moved) * 1000, 3),
                 "Longest transfer time (ms)": round(max(moved) * 1000, 3),
                 "Median wait (ms)": round(statistics.median(data["wait_s"]) * 1000, 3),

@@ -242,11 +242,18 @@ class TestOutput:
         assert done.stdout in ("141\n", "0\n")  # 0: all fitted in before it closed
 
     @pytest.mark.parametrize(
-        ("closed", "expected"),
-        [(">&-", "kvplan: stdout is closed"), ("<&-", "kvplan: stdin is closed"), ("2>&-", "")],
+        ("command", "closed", "expected"),
+        [
+            ("explain", ">&-", "kvplan: stdout is closed"),
+            ("explain", "<&-", "kvplan: stdin is closed"),
+            ("check", "<&-", "kvplan: stdin is closed"),
+            ("explain", "2>&-", ""),
+        ],
     )
-    def test_a_stream_that_the_shell_has_closed(self, closed: str, expected: str) -> None:
-        shell = f"{sys.executable} -m kvplan explain - {closed}"
+    def test_a_stream_that_the_shell_has_closed(
+        self, command: str, closed: str, expected: str
+    ) -> None:
+        shell = f"{sys.executable} -m kvplan {command} - {closed}"
         done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith(expected)

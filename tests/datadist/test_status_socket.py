@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from textwrap import dedent
-from threading import Event, Semaphore
+from threading import Event, Semaphore, Thread
 from time import sleep
 from typing import Any
 
@@ -135,6 +135,36 @@ def test_clients_that_leave_before_the_answer_do_not_use_up_its_places() -> None
             control.run(control.in_worker(int))  # after the answer: there is one worker
         left.release()
         client = opened.enter_context(socket.socket(socket.AF_UNIX))
+        client.connect(name)
+        assert client.recv(1) == b"{"
+
+
+def test_clients_that_no_thread_could_answer_do_not_use_up_its_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four documents are made at a time. A client that found no thread frees its place."""
+    control = ControlLoop()
+
+    async def in_turn(function: Callable[[], object] = int) -> None:
+        function()
+
+    def refuse(thread: Thread) -> None:
+        raise RuntimeError(f"can't start new thread {thread.name}")
+
+    control.start()
+    with ExitStack() as opened:
+        opened.callback(control.stop)
+        status = StatusSocket(control, "crowded", dict)
+        control.run(in_turn(status.start))
+        name = f"\0kvplan-status-{os.geteuid()}-{os.getpid()}-crowded"
+        with monkeypatch.context() as patched:
+            patched.setattr(Thread, "start", refuse)
+            for _ in range(8):
+                with socket.socket(socket.AF_UNIX) as client:
+                    client.connect(name)
+                    assert client.recv(1) == b""
+        client = opened.enter_context(socket.socket(socket.AF_UNIX))
+        client.settimeout(DEADLINE_S)
         client.connect(name)
         assert client.recv(1) == b"{"
 

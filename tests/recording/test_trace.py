@@ -148,6 +148,22 @@ def test_a_plan_is_explained_and_saved(recorded, capsys, tmp_path):
     assert load_plan(out) == transfer.plan
 
 
+def test_what_is_saved_is_told_in_the_one_json_document(recorded, capsys, tmp_path):
+    number = read(recorded[0]).transfers[1].number
+    plan, trace = tmp_path / "plan.json", tmp_path / "trace.json"
+    saves = ("--save-plan", number, plan, "--json")
+    told = json.loads(run(capsys, recorded[0], *saves))
+    assert told.pop("saved") == str(plan)
+    assert told.keys() == {"schema_version"}
+    both = json.loads(run(capsys, recorded[0], *saves, "--plan", number))
+    assert both.pop("saved") == str(plan)
+    assert both == json.loads(run(capsys, recorded[0], "--plan", number, "--json"))
+    told = json.loads(run(capsys, recorded[0], "--perfetto", trace, "--json"))
+    assert (told["saved"], told["events"]) == (
+        str(trace), len(json.loads(trace.read_text())["traceEvents"])
+    )  # fmt: skip
+
+
 def test_a_folder_is_all_recordings_in_it(recorded, capsys, tmp_path):
     prefill, decode, block = recorded
     assert run(capsys, prefill.parent) == run(capsys, decode, prefill)

@@ -43,7 +43,7 @@ def test_workers_are_added_up_and_said_in_one_line() -> None:
         "Fetched requests": 3,
         "Fetched tokens": 192,
         "Pushed tokens": 0,
-        "Fetched MB": 3.0,
+        "Fetched MiB": 3.0,
         "Median transfer time (ms)": 4.0,
         "Longest transfer time (ms)": 9.0,
         "Median wait (ms)": 3.0,

@@ -239,7 +239,7 @@ class CacheManager(CacheTransfers):
         if remote_accessible and self._is_call_linked:
             raise invalid("remote_accessible=True is not allowed after link; register before link")
         if addrs and (min(addrs) < 0 or max(addrs) > UINT64_MAX):
-            raise TypeError(f"addrs={shown(addrs)}: addresses must be in range [1, 2**64)")
+            raise TypeError(f"addrs={shown(addrs)}: addresses must be in range [0, 2**64)")
         if remote_accessible is not None:
             return remote_accessible
         if not self._enable_remote_cache_accessible:
