@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Final, Literal, Self, cast
+from typing import TYPE_CHECKING, Final, Self, cast
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -30,7 +30,6 @@ from kvplan.system.limits import system_error
 from kvplan.validation import check_type
 
 if TYPE_CHECKING:
-    from kvnative._process import Peer
     from kvnative._task import Gate
     from kvplan.execution.compute_events import GateOf, StreamOf
 
@@ -211,21 +210,7 @@ class Transfers:
                 stopped the transfer.
             ValueError: timeout_ms is < 0 or not a number.
         """
-        lost_before = False
-        if (
-            descriptors is not None
-            and descriptors.total_nbytes <= self.small_nbytes
-            and (
-                timeout_ms is None or (type(timeout_ms) in _NUMBERS and 0 <= timeout_ms < _LONG_MS)
-            )
-        ):
-            copied = self._copy_now(descriptors, src, dst)
-            if copied == "done":
-                return
-            lost_before = copied == "lost"  # bytes were written: the checks below raise the reason
-        backend, descriptors, memories = self._prepare(
-            plan, src, dst, descriptors, check=not lost_before
-        )
+        backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
         try:
             report = self._executor.run(descriptors, timeout_ms, (plan, *memories), backend)
         except NativeError as error:
@@ -234,8 +219,7 @@ class Transfers:
         if report.status == KVN_OK:
             try:
                 for memory in memories:
-                    if type(memory) is not HostMemory or not memory.held:
-                        memory.check()
+                    memory.check()
             except LLMException as error:
                 lost = error
             else:
@@ -280,42 +264,17 @@ class Transfers:
         except NativeError as error:
             raise self._unusable(error) from error
 
-    def _copy_now(
-        self, descriptors: Descriptors, src: Memory, dst: Memory
-    ) -> Literal["done", "refused", "lost"]:
-        """Copy a small transfer from a peer on this host to memory that is held.
-
-        The copy runs between two checks of the peer and with the GIL, so no other thread sees it
-        in flight.
-        """
-        reader: tuple[Peer, bytes, bool] | None = getattr(src, "reader", None)  # of a peer's memory
-        if reader is None or type(dst) is not HostMemory or not dst.held:
-            return "refused"
-        peer, words, by_address = reader
-        try:
-            return peer.copy(descriptors, words, dst, by_address)
-        except ValueError:  # the link is closed
-            return "refused"
-
     def _prepare(
         self,
         plan: Plan,
         src: Memory,
         dst: Memory,
         descriptors: Descriptors | None = None,
-        *,
-        check: bool = True,
     ) -> tuple[Backend | None, Descriptors, tuple[TensorMemory, TensorMemory]]:
         """Return the backend (None: plain copies), the descriptors, and both memories."""
         if type(plan) is not Plan:
             check_type("plan", plan, Plan)
-        # Not isinstance, which takes 10 us for a protocol and 0.3 us for a Sequence.
-        source = cast(TensorMemory, src) if hasattr(src, "addresses") else memory_of("src", src)
-        target = cast(TensorMemory, dst) if hasattr(dst, "addresses") else memory_of("dst", dst)
-        for given, memory in ((src, source), (dst, target)):
-            # Held memory stays valid, and memory that was made here was just checked.
-            if check and memory is given and (type(memory) is not HostMemory or not memory.held):
-                memory.check()
+        source, target = _checked("src", src), _checked("dst", dst)
         # Plain memory takes any backend that the other side needs.
         getter = putter = None
         try:
@@ -377,6 +336,15 @@ class Transfers:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _checked(name: str, memory: Memory) -> TensorMemory:
+    """Return the memory of an argument, which is valid now."""
+    if not hasattr(memory, "addresses"):  # isinstance takes 10 us for a protocol
+        return memory_of(name, memory)
+    given = cast(TensorMemory, memory)
+    given.check()
+    return given
 
 
 def default_transfers(tuning: str | None = None, nodes: Nodes = ()) -> Transfers:
