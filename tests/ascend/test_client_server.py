@@ -186,6 +186,17 @@ def test_a_second_transport_of_the_device_is_refused(pair: Pair) -> None:
     assert pair.close() == [{}, {}]
 
 
+def test_what_a_failed_transport_registered_does_not_end_at_the_server_of_the_next(
+    pair: Pair,
+) -> None:
+    """Handles of the servers are addresses: one of the first server may be one of the second."""
+    pair.one.open_after_a_failure()
+    assert [call for call in pair.log.calls("HixlCSServerUnregMem") if call.code] == []
+    pair.link()
+    pair.move("pull")
+    assert pair.close() == [{}, {}]
+
+
 def test_a_copy_that_fails_is_not_the_death_of_the_peer(pair: Pair) -> None:
     """The next chunk is in flight when the copy of one out of its slot fails."""
     pair.one.open(staging_nbytes=1 << 16)
