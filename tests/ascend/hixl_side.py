@@ -26,8 +26,9 @@ from kvplan import (
 )
 from kvplan.transport.hccl.link import HcclLink
 from kvplan.transport.hccl.transport import HcclTransport
+from kvplan.transport.protocol import DeviceRange
 from tests.ascend.hccl_end import columns
-from tests.ascend.hccl_side import DESC, PULL, PUSH, TENSORS, Side
+from tests.ascend.hccl_side import DEADLINE_S, DESC, PULL, PUSH, TENSORS, Side, link_both
 from tests.ascend.simulator import controls, found
 
 __all__ = ["ADDRESS", "names", "resources"]
@@ -153,6 +154,45 @@ class HixlSide:
         return self.controls.left()
 
 
+class HixlBoth:
+    """Two linked sides in this process, which renew at once when one asks."""
+
+    def __init__(self) -> None:
+        self._found = found(VARIANT)
+        self._found.__enter__()
+        self.controls = controls(VARIANT)
+        self.sides = [
+            Side(number, local_comm_res=resources(number), hixl_address=ADDRESS)
+            for number in range(2)
+        ]
+        self.links = [*link_both(*self.sides)]
+
+    def deregister_during_a_renewal(self) -> None:
+        """Deregister memory, and then other memory that the next connection binds."""
+        side, renewable = self.sides[1], self.links[1].renewable
+        hccl, ask = side.transport._hccl, renewable.request_renewal
+        other = side.device.allocate(4096)
+        later = [side.transport.register(DeviceRange(other.address, 4096, other))]
+        assert ask is not None
+
+        def renew() -> None:
+            ask()
+            if later:
+                side.transport.deregister(later.pop())
+                while hccl.num_open > 1:  # the connection before is being closed
+                    hccl.background.wait(DEADLINE_S)
+                hccl.background.wait(DEADLINE_S)
+
+        renewable.request_renewal = renew
+        side.transport.deregister(side.registration)
+
+    def close(self) -> None:
+        while self.links:
+            self.links.pop().close()
+        while self.sides:
+            self.sides.pop().close()
+
+
 class HixlEngine:
     """An engine of cluster `device_id`, with caches whose keys are 1, 2 and so on."""
 
@@ -237,5 +277,7 @@ class HixlEngine:
         return self.controls.left()
 
 
-def names(kind: str, device_id: str) -> dict[str, Any]:
+def names(kind: str, device_id: str = "0") -> dict[str, Any]:
+    if kind == "both":
+        return {"side": HixlBoth()}
     return {"side": (HixlSide if kind == "side" else HixlEngine)(int(device_id))}
