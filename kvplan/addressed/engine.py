@@ -159,7 +159,7 @@ class AddressedEngine:
         keep: Callable[[TransferTask], object],
         **options: Unpack[TransferOptions],
     ) -> bool:
-        """Begin a transfer, and call `keep` with its task; return False if it was small and is done.
+        """Begin a transfer, and pass its task to `keep`; return False if it was small and is done.
 
         Only small transfers that cannot wait for the peer are done at once. No signal handler runs
         between the begin and the end of `keep`.
