@@ -153,16 +153,12 @@ class AddressedEngine:
         return self.connections.cluster_of(remote_engine)
 
     def begin(
-        self,
-        ranges: AddressRanges,
-        nbytes: int,
-        keep: Callable[[TransferTask], object],
+        self, ranges: AddressRanges, nbytes: int, keep: Callable[[TransferTask], object],
         **options: Unpack[TransferOptions],
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """Begin a transfer, and pass its task to `keep`; return False if it was small and is done.
 
-        Only small transfers that cannot wait for the peer are done at once. No signal handler runs
-        between the begin and the end of `keep`.
+        Only small transfers that cannot wait for the peer are done at once.
         """
         datadist = self.datadist
         engine = datadist._running()
@@ -170,7 +166,7 @@ class AddressedEngine:
         if link is not None and not link.needs_peer and nbytes <= engine.transfers.small_nbytes:
             datadist.run(ranges, **options)
             return False
-        with signals_deferred:
+        with signals_deferred:  # until the task is kept
             keep(datadist.submit(ranges, **options))
         return True
 

@@ -101,8 +101,7 @@ class TransferEngine:
         self._engine: AddressedEngine | None = None
         self._own = ""  # the name by which peers know this engine
         self._mutex = Mutex()
-        # Addresses of registered memory, ascending; replaced, because others read it meanwhile.
-        self._starts: tuple[int, ...] = ()
+        self._starts: tuple[int, ...] = ()  # addresses of registered memory, ascending
         # Size, handle and placement, by address.
         self._registered: dict[int, tuple[int, int, Placement]] = {}
         self._buffers: dict[int, mmap.mmap] = {}  # managed buffers, by address

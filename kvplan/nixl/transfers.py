@@ -209,9 +209,8 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         cluster = datadist.cluster_id if is_loop else self._reached(agent)
         ranges = transfer.ranges
         if ranges is None or ranges.cluster_id != cluster:
-            direction: Literal["pull", "push"] = "push"
-            if transfer.operation is nixl_xfer_op_t.NIXL_READ:
-                direction = "pull"
+            is_read = transfer.operation is nixl_xfer_op_t.NIXL_READ
+            direction: Literal["pull", "push"] = "pull" if is_read else "push"
             columns = transfer.local, transfer.remote, transfer.sizes
             ranges = transfer.ranges = AddressRanges(cluster, *columns, direction)
         frames: list[bytes] = []

@@ -258,7 +258,9 @@ class TestClose:
             assert say(taken, far) == b"data"
             far.close()
 
-    def test_is_done_if_a_worker_takes_the_last_connection_just_now(self, loop: ControlLoop) -> None:
+    def test_is_done_if_a_worker_takes_the_last_connection_just_now(
+        self, loop: ControlLoop
+    ) -> None:
         class Taken(dict[int, socket.socket]):
             """The last connection is taken once the loop has looked for it."""
 
