@@ -175,8 +175,9 @@ class Connections:
 
     def _leave(self, remote_engine: str, link: PeerLink, deadline: float) -> None:
         """Wait for transfers of this end; then tell the peer that this end leaves the link."""
-        names = self._forget(link.cluster_id)  # first: calls from here on do not find the engine
+        names = self._names_of(link.cluster_id)
         try:
+            self._forget(link.cluster_id)  # first: calls from here on do not find the engine
             self._datadist._running().links.drain(link.cluster_id, _left_ms(deadline))
             try:
                 self._datadist.notify(link.cluster_id, _LEAVES, timeout_ms=_left_ms(deadline))
@@ -298,14 +299,15 @@ class Connections:
                 status_code=LLMStatusCode.LLM_ALREADY_LINK,
             )
 
-    def _forget(self, cluster_id: int) -> dict[str, _Connection]:
-        """Remove and return the names of a cluster."""
+    def _names_of(self, cluster_id: int) -> dict[str, _Connection]:
         with self._mutex:
             known = self._connected.items()
-            names = {name: found for name, found in known if found.cluster_id == cluster_id}
-            for name in names:
+            return {name: found for name, found in known if found.cluster_id == cluster_id}
+
+    def _forget(self, cluster_id: int) -> None:
+        with self._mutex:
+            for name in self._names_of(cluster_id):
                 del self._connected[name]
-        return names
 
     @contextmanager
     def _one_call(self, remote_engine: str, address: str, timeout_ms: int) -> Iterator[None]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Final, Unpack
 
 from kvnative._backend import NativeError
-from kvnative._signals import Mutex
+from kvnative._signals import Mutex, signals_deferred
 from kvplan.addressed.connections import Connections, Where
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.operation import TransferOptions
@@ -152,9 +153,10 @@ class AddressedEngine:
         return self.connections.cluster_of(remote_engine)
 
     def begin(
-        self, ranges: AddressRanges, nbytes: int, **options: Unpack[TransferOptions]
-    ) -> TransferTask | None:
-        """Begin a transfer and return its task; None: it was small and is done.
+        self, ranges: AddressRanges, nbytes: int, keep: Callable[[TransferTask], object],
+        **options: Unpack[TransferOptions],
+    ) -> bool:  # fmt: skip
+        """Begin a transfer, and pass its task to `keep`; return False if it was small and is done.
 
         Only small transfers that cannot wait for the peer are done at once.
         """
@@ -163,8 +165,10 @@ class AddressedEngine:
         link = engine.links.peers.get(ranges.cluster_id)
         if link is not None and not link.needs_peer and nbytes <= engine.transfers.small_nbytes:
             datadist.run(ranges, **options)
-            return None
-        return datadist.submit(ranges, **options)
+            return False
+        with signals_deferred:  # until the task is kept
+            keep(datadist.submit(ranges, **options))
+        return True
 
     def first_address(self, cluster_id: int) -> int:
         """Return the address of the first memory that a peer has registered; 0: none."""

@@ -155,7 +155,8 @@ class Connection:
         self._ready.set()
         self._close_listener()
         if self._socket is not None:
-            self._loop.remove_reader(self._descriptor)
+            if self._descriptor >= 0:  # it was connected
+                self._loop.remove_reader(self._descriptor)
             self._socket.close()  # its last frames still reach the stream
             self._socket = None
         if not self._inner.connected:

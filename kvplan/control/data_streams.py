@@ -91,8 +91,9 @@ class DataStreams(ABC):
     def close_now(self) -> None:
         """Close before this returns. Called on the loop's thread."""
         self._closed = True
-        while self._opened:
-            self._opened.popitem()[1].close()
+        with suppress(KeyError):  # empty; a thread in `open` may take the last one
+            while True:
+                self._opened.popitem()[1].close()
 
     def _failed(self, index: int, phase: str, reason: str) -> LLMException:
         return link_failed(f"{self.way}: data connection {index}: {phase}: {reason}")

@@ -285,7 +285,7 @@ class ControlLoop:
         loop, thread = self._loop, self._thread
         if loop is None or thread is None:
             return
-        _schedule(loop, partial(self._begin_end, disconnect), otherwise=_nothing)
+        _schedule(loop, partial(self._begin_end, disconnect), otherwise=lambda: None)
         self._loop = None
         with contextlib.suppress(RuntimeError):  # its start was interrupted
             thread.join(STOPPING_S)
@@ -410,9 +410,6 @@ def _schedule(
 def _set_outcome(future: asyncio.Future[_Outcome[_T]], outcome: _Outcome[_T]) -> None:
     if not future.done():  # it may be cancelled
         future.set_result(outcome)
-
-
-def _nothing() -> None: ...
 
 
 def _log_exception(

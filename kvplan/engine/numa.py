@@ -101,8 +101,8 @@ def _are_pages_told() -> bool:
 def _running_on(processors: frozenset[int]) -> Iterator[None]:
     """Restrict only this thread to some processors."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, processors)
     try:
+        os.sched_setaffinity(0, processors)
         yield
     finally:
         os.sched_setaffinity(0, before)

@@ -101,7 +101,7 @@ class TransferEngine:
         self._engine: AddressedEngine | None = None
         self._own = ""  # the name by which peers know this engine
         self._mutex = Mutex()
-        self._starts: list[int] = []  # addresses of registered memory, ascending
+        self._starts: tuple[int, ...] = ()  # addresses of registered memory, ascending
         # Size, handle and placement, by address.
         self._registered: dict[int, tuple[int, int, Placement]] = {}
         self._buffers: dict[int, mmap.mmap] = {}  # managed buffers, by address
@@ -144,7 +144,7 @@ class TransferEngine:
         """End transfers and links. Not in Mooncake, which does this when an engine is freed."""
         with self._mutex:
             engine, self._engine = self._engine, None
-            self._starts.clear()
+            self._starts = ()
             self._registered.clear()
         if engine is not None:
             engine.datadist.finalize()
@@ -219,8 +219,8 @@ class TransferEngine:
                         raise
                     kind = Placement.DEVICE
                     handle = engine.register(address, nbytes, kind)
-                self._starts.insert(place, address)
                 self._registered[address] = nbytes, handle, kind
+                self._starts = (*self._starts[:place], address, *self._starts[place:])
 
     @_returns_status()
     def unregister_memory(self, buffer_addr: int) -> int:
@@ -236,8 +236,8 @@ class TransferEngine:
         # Last: an interrupted call can be repeated, and overlaps are refused until then.
         with signals_deferred, self._mutex:
             if self._registered.get(address) is known:  # no other thread was faster
+                self._starts = tuple(start for start in self._starts if start != address)
                 del self._registered[address]
-                self._starts.remove(address)
 
     @_returns_status()
     def batch_register_memory(
@@ -278,7 +278,7 @@ class TransferEngine:
         """Free memory that `allocate_managed_buffer` returned; `length` is not used."""
         if (memory := self._buffers.get(buffer_addr)) is None:
             raise invalid(f"buffer_addr={buffer_addr:#x} must come from allocate_managed_buffer")
-        for start in [*self._starts]:  # the program may have registered parts of the buffer
+        for start in self._starts:  # the program may have registered parts of the buffer
             if buffer_addr <= start < buffer_addr + len(memory):
                 self._unregister(start)
         self._buffers.pop(buffer_addr, None)  # another thread may have freed it
@@ -305,18 +305,19 @@ class TransferEngine:
 
     def _check_host(self, address: int, nbytes: int) -> None:
         """Refuse bytes that are not registered, or that the host cannot reach."""
-        place = bisect_right(self._starts, address) - 1
-        start = self._starts[place] if place >= 0 else 0
-        if place < 0 or address + nbytes > start + self._registered[start][0]:
+        starts = self._starts
+        place = bisect_right(starts, address) - 1
+        known = self._registered.get(starts[place]) if place >= 0 else None
+        if known is None or address + nbytes > starts[place] + known[0]:
             raise invalid(f"{span_text(address, nbytes)} is not registered")
-        if self._registered[start][2] is Placement.DEVICE:
+        if known[2] is Placement.DEVICE:
             raise invalid(f"{span_text(address, nbytes)} is memory of a device")
 
     @_returns_status(0)
     def get_first_buffer_address(self, segment_name: str) -> int:
         """Return the address of the first memory that a peer has registered, or 0."""
         if segment_name == self._own:
-            return next(iter(self._registered), 0)
+            return next(iter([*self._registered]), 0)
         return self._running().first_address(self._cluster(segment_name))
 
     # Transfers.

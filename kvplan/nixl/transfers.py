@@ -14,6 +14,7 @@ from kvnative._ranges import choose, first_overlap
 from kvnative._signals import Mutex
 from kvplan.addressed.engine import REFUSALS, Request
 from kvplan.engine.ranges import AddressRanges
+from kvplan.execution import TransferTask
 from kvplan.nixl.agent import GONE, LOG, Agent, bytes_of, text_of
 from kvplan.nixl.lists import Rows, nixlXferDList, rows_of_array
 from kvplan.nixl.values import (
@@ -208,9 +209,8 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         cluster = datadist.cluster_id if is_loop else self._reached(agent)
         ranges = transfer.ranges
         if ranges is None or ranges.cluster_id != cluster:
-            direction: Literal["pull", "push"] = "push"
-            if transfer.operation is nixl_xfer_op_t.NIXL_READ:
-                direction = "pull"
+            is_read = transfer.operation is nixl_xfer_op_t.NIXL_READ
+            direction: Literal["pull", "push"] = "pull" if is_read else "push"
             columns = transfer.local, transfer.remote, transfer.sizes
             ranges = transfer.ranges = AddressRanges(cluster, *columns, direction)
         frames: list[bytes] = []
@@ -218,11 +218,13 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
             frames = self.engine.connections.frames(self.name.encode(), transfer.message)
             for frame in frames[:-1]:
                 datadist.notify(cluster, frame)
-        task = self.engine.begin(ranges, transfer.nbytes, notify=frames[-1] if frames else None)
-        if task is None:
+        last = frames[-1] if frames else None
+
+        def keep(task: TransferTask) -> None:
+            transfer.request = Request(task, ranges, agent, transfer.text)
+
+        if not self.engine.begin(ranges, transfer.nbytes, keep, notify=last):
             self._succeeded(transfer)
-            return
-        transfer.request = Request(task, ranges, agent, transfer.text)
 
     def _reached(self, name: str) -> int:
         """Return the result of `_linked`; raise a failure as LLM_LINK_FAILED: the agent is gone."""

@@ -1,7 +1,10 @@
-"""The name of an engine while its link cannot be ended."""
+"""The name of an engine while its link cannot be ended, or its end is interrupted."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,8 +13,10 @@ from kvplan.addressed.connections import Connections
 from kvplan.control.endpoint import Endpoint
 from kvplan.links import LinkState
 from kvplan.system.logs import Log
+from tests.support.interrupts import Interrupts
 from tests.support.refusals import refused
 
+ROOT = Path(__file__).parents[2]
 NAME, CLUSTER = "127.0.0.1:9", 7
 
 
@@ -41,12 +46,56 @@ class Engine:
         return SimpleNamespace(raise_for_status=lambda: None)
 
 
-def test_an_engine_whose_link_is_busy_stays_connected_and_can_be_disconnected_later() -> None:
-    engine = Engine()
+class Shared(Engine):
+    """An engine whose link the peer has made and uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peers[CLUSTER].phase = ""
+        self.is_left = False
+
+    def _running(self) -> Any:
+        found = super()._running()
+        found.links.drain = lambda *_: None
+        return found
+
+    def notify(self, *_: Any, **__: Any) -> None:
+        self.is_left = True
+
+
+def interrupted() -> int:
+    """Interrupt `disconnect` at each place: the peer knows of its end, or it can be repeated."""
+    interrupts, goes_on = Interrupts("/kvplan/addressed/"), True
+    while goes_on:
+        engine = Shared()
+        connections = connections_of(engine)
+        goes_on = interrupts.call(lambda: connections.disconnect(NAME, 1000))  # noqa: B023
+        if not engine.is_left:
+            connections.disconnect(NAME, 1000)
+        assert engine.is_left
+    return interrupts.place
+
+
+def test_a_disconnect_that_was_interrupted_can_be_repeated() -> None:
+    code = "from tests.addressed.test_disconnecting import interrupted; print(interrupted())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20
+
+
+def connections_of(engine: Engine) -> Connections:
     connections = Connections(
         cast(LlmDataDist, engine), lambda name: (Endpoint.parse(name), CLUSTER), Log("kvplan.test")
     )
     connections._add(NAME, NAME, cast(Any, engine.peers[CLUSTER]))
+    return connections
+
+
+def test_an_engine_whose_link_is_busy_stays_connected_and_can_be_disconnected_later() -> None:
+    engine = Engine()
+    connections = connections_of(engine)
     with refused("LLM_TIMEOUT", "busy"):
         connections.disconnect(NAME, 1000)
     assert connections.cluster_of(NAME) == CLUSTER

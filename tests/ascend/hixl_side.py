@@ -26,8 +26,9 @@ from kvplan import (
 )
 from kvplan.transport.hccl.link import HcclLink
 from kvplan.transport.hccl.transport import HcclTransport
+from kvplan.transport.protocol import DeviceRange
 from tests.ascend.hccl_end import columns
-from tests.ascend.hccl_side import DESC, PULL, PUSH, TENSORS, Side
+from tests.ascend.hccl_side import DEADLINE_S, DESC, PULL, PUSH, TENSORS, Side, link_both
 from tests.ascend.simulator import controls, found
 
 __all__ = ["ADDRESS", "names", "resources"]
@@ -68,6 +69,20 @@ class HixlSide:
             self.side.close()
         comm_res = resources(self.device_id)
         self.side = Side(self.device_id, local_comm_res=comm_res, hixl_address=ADDRESS, **options)
+
+    def open_after_a_failure(self) -> None:
+        """Open again while the error of a failed attempt keeps what that attempt has registered."""
+        self.side.close()
+        del self.side
+        self.fault("HixlCSServerRegMem:2=503900")
+        failures = []
+        try:
+            self.open()
+        except LLMException as error:
+            failures.append(error)
+        self.open()
+        del failures[0]
+        gc.collect()
 
     def open_another(self) -> None:
         comm_res = resources(self.device_id)
@@ -137,6 +152,45 @@ class HixlSide:
         self.side.close()
         gc.collect()
         return self.controls.left()
+
+
+class HixlBoth:
+    """Two linked sides in this process, which renew at once when one asks."""
+
+    def __init__(self) -> None:
+        self._found = found(VARIANT)
+        self._found.__enter__()
+        self.controls = controls(VARIANT)
+        self.sides = [
+            Side(number, local_comm_res=resources(number), hixl_address=ADDRESS)
+            for number in range(2)
+        ]
+        self.links = [*link_both(*self.sides)]
+
+    def deregister_during_a_renewal(self) -> None:
+        """Deregister memory, and then other memory that the next connection binds."""
+        side, renewable = self.sides[1], self.links[1].renewable
+        hccl, ask = side.transport._hccl, renewable.request_renewal
+        other = side.device.allocate(4096)
+        later = [side.transport.register(DeviceRange(other.address, 4096, other))]
+        assert ask is not None
+
+        def renew() -> None:
+            ask()
+            if later:
+                side.transport.deregister(later.pop())
+                while hccl.num_open > 1:  # the connection before is being closed
+                    hccl.background.wait(DEADLINE_S)
+                hccl.background.wait(DEADLINE_S)
+
+        renewable.request_renewal = renew
+        side.transport.deregister(side.registration)
+
+    def close(self) -> None:
+        while self.links:
+            self.links.pop().close()
+        while self.sides:
+            self.sides.pop().close()
 
 
 class HixlEngine:
@@ -223,5 +277,7 @@ class HixlEngine:
         return self.controls.left()
 
 
-def names(kind: str, device_id: str) -> dict[str, Any]:
+def names(kind: str, device_id: str = "0") -> dict[str, Any]:
+    if kind == "both":
+        return {"side": HixlBoth()}
     return {"side": (HixlSide if kind == "side" else HixlEngine)(int(device_id))}

@@ -24,21 +24,23 @@ class SidePeer(Peer):
     module = "tests.ascend.hixl_side"
 
 
+def started(folder: Path, *kind: str) -> Remote:
+    """Start a process on devices of the 950."""
+    environment = os.environ | {
+        "KVSIM_DIR": str(folder),
+        "KVSIM_LOG": str(folder / "log"),
+        "KVSIM_SOC": "Ascend950PR_9599",
+    }
+    environment.pop(ELSEWHERE, None)
+    return Remote(SidePeer(*kind, environment=environment), "side")
+
+
 class Pair:
     """Two processes, with a 950 each."""
 
     def __init__(self, folder: Path, kind: str) -> None:
-        environment = os.environ | {
-            "KVSIM_DIR": str(folder),
-            "KVSIM_LOG": str(folder / "log"),
-            "KVSIM_SOC": "Ascend950PR_9599",
-        }
-        environment.pop(ELSEWHERE, None)
         self.log = Log(folder / "log")
-        self.both = [
-            Remote(SidePeer(kind, str(device), environment=environment), "side")
-            for device in range(2)
-        ]
+        self.both = [started(folder, kind, str(device)) for device in range(2)]
         self.one, self.two = self.both
 
     def link(self) -> list[str]:
@@ -186,6 +188,17 @@ def test_a_second_transport_of_the_device_is_refused(pair: Pair) -> None:
     assert pair.close() == [{}, {}]
 
 
+def test_what_a_failed_transport_registered_does_not_end_at_the_server_of_the_next(
+    pair: Pair,
+) -> None:
+    """Handles of the servers are addresses: one of the first server may be one of the second."""
+    pair.one.open_after_a_failure()
+    assert [call for call in pair.log.calls("HixlCSServerUnregMem") if call.code] == []
+    pair.link()
+    pair.move("pull")
+    assert pair.close() == [{}, {}]
+
+
 def test_a_copy_that_fails_is_not_the_death_of_the_peer(pair: Pair) -> None:
     """The next chunk is in flight when the copy of one out of its slot fails."""
     pair.one.open(staging_nbytes=1 << 16)
@@ -241,6 +254,21 @@ def test_an_end_that_only_serves_gives_memory_back(engines: Pair) -> None:
         assert time.monotonic() < deadline
     assert one.pull(1, 1, 1) == "LLM_SUCCESS"
     assert engines.close() == [{}, {}]
+
+
+def test_memory_that_is_deregistered_during_a_renewal_is_given_back(tmp_path: Path) -> None:
+    """The renewed connection binds it, and one more renewal lets it go."""
+    log = Log(tmp_path / "log")
+    side = started(tmp_path, "both")
+    try:
+        side.deregister_during_a_renewal()
+        deadline = time.monotonic() + 20
+        while len(log.calls("HixlCSServerUnregMem")) < 2:
+            assert time.monotonic() < deadline
+        side.close()
+    finally:
+        side.peer.finish()
+    assert log.calls("violation") == []
 
 
 def test_a_batch_that_never_ends_is_given_up_at_the_deadline(engines: Pair) -> None:

@@ -140,6 +140,19 @@ def test_numbers_of_a_device_may_be_listed() -> None:
     assert given.ports == (bus(1),)
 
 
+@pytest.mark.parametrize("count", [64, 65])
+def test_peers_accept_as_many_ports_as_the_option(count: int) -> None:
+    ports = [UB_PORT | {"comm_id": eid(number)} for number in range(count)]
+    if count > 64:
+        with refused(LLMStatusCode.LLM_PARAM_INVALID, "lists 65 ports of devices; at most 64"):
+            requested(resources(0, endpoint_list=ports), ADDRESS)
+        return
+    given = requested(resources(0, endpoint_list=ports), ADDRESS)
+    assert given is not None
+    packed = msgspec.msgpack.encode(at(*given.ports))
+    assert msgspec.msgpack.decode(packed, type=ServerAddress) == at(*given.ports)
+
+
 @pytest.mark.parametrize("pod", ["x234567890", "-000000001", "4294967296"])
 def test_a_super_pod_of_a_peer_must_be_a_number(one: Side, pod: str) -> None:
     """HIXL's record has room for 4 bytes; rank tables of HCCL have any text."""

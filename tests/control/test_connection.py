@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
+import os
 import socket
 import weakref
 from pathlib import Path
 
 import pytest
+import zmq
 
 from kvplan.control.connection import Connection
 from kvplan.control.loop import ControlLoop
@@ -55,6 +58,31 @@ class Ends:
         """Read until the end of the stream."""
         while await asyncio.get_running_loop().sock_recv(self.far, 1 << 16):
             pass
+
+
+class Unusable(ControlLoop):
+    """Its ZeroMQ sockets can be made, and not connected."""
+
+    def new_socket(self, kind: int) -> zmq.Socket[bytes]:
+        made = super().new_socket(kind)
+        made.close()
+        return made
+
+
+def test_a_zeromq_socket_that_cannot_connect_ends_the_connection() -> None:
+    loop = Unusable()
+    loop.start()
+
+    async def run() -> list[str]:
+        ends = Ends(loop)
+        ends.far.close()
+        await ends.connection.wait_closed()
+        return ends.ended
+
+    try:
+        assert loop.run(run(), DEADLINE_S * 1000) == [f"no socket: {os.strerror(errno.ENOTSOCK)}"]
+    finally:
+        loop.stop()
 
 
 @pytest.mark.parametrize("attached", [True, False])

@@ -179,3 +179,22 @@ def test_of_several_threads_one_forgets_the_memory() -> None:
         assert here.datadist.caches() == []
     assert found.count(0) >= 20
     here.close()
+
+
+def test_memory_is_found_while_other_memory_is_unregistered() -> None:
+    here, memory = engine(), np.arange(3 * SIZE, dtype=np.uint16)
+    first, second, third = (memory.ctypes.data + SIZE * i for i in range(3))
+    for address in (first, second, third):
+        assert here.register_memory(address, SIZE) == 0
+
+    class Searched(int):
+        """An address whose search another thread interrupts."""
+
+        def __lt__(self, other: int) -> bool:
+            here.unregister_memory(first)
+            return int(self) < other
+
+    assert here.read_bytes_from_buffer(Searched(second), 2) == memory[SIZE // 2].tobytes()
+    assert here.register_memory(first, SIZE) == 0
+    assert here.read_bytes_from_buffer(Searched(third), 2) == memory[SIZE].tobytes()
+    here.close()

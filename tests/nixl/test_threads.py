@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvplan.nixl import _bindings as bindings
 from kvplan.nixl import nixl_agent
+from tests.support.interrupts import Interrupts
 
+ROOT = Path(__file__).parents[2]
 KIB = 1 << 10
 
 
@@ -105,7 +110,7 @@ def test_a_transfer_that_is_released_while_it_is_posted_is_stopped(
 
     thread = threading.Thread(target=release)
 
-    def begin(*_: object, **__: object) -> Task:
+    def submit(*_: object, **__: object) -> Task:
         if not by_thread:
             release()
             return Task()
@@ -114,7 +119,7 @@ def test_a_transfer_that_is_released_while_it_is_posted_is_stopped(
             pass
         return Task()
 
-    monkeypatch.setattr(agent.agent.engine, "begin", begin)
+    monkeypatch.setattr(agent.agent.engine.datadist, "submit", submit)
     with pytest.raises(bindings.nixlInvalidParamError, match="was released"):
         agent.transfer(handle)
     assert stopped.is_set()
@@ -122,3 +127,41 @@ def test_a_transfer_that_is_released_while_it_is_posted_is_stopped(
         thread.join()
         assert told == [True]
     agent.agent.close()
+
+
+def posted_and_interrupted() -> int:
+    """Interrupt a post at each place, and release it: no task goes on."""
+    agent, memory = nixl_agent("alone"), np.zeros(2 * KIB, np.uint8)
+    ours = agent.register_memory([(memory.ctypes.data, 2 * KIB, 0, "")], "DRAM").trim()
+    begun = list[bool]()
+
+    class Task:
+        done = settled = False
+
+        def __init__(self) -> None:
+            begun.append(True)
+
+        def cancel(self, reason: object) -> None:
+            begun.pop()
+
+        def wait_done(self, timeout_ms: float) -> bool:
+            return False
+
+    agent.agent.engine.datadist.submit = lambda *_, **__: Task()
+    interrupts, goes_on = Interrupts("/kvplan/"), True
+    while goes_on:
+        handle = agent.initialize_xfer("READ", ours, ours, "alone")
+        goes_on = interrupts.call(lambda: agent.transfer(handle))  # noqa: B023 - called at once
+        agent.release_xfer_handle(handle)
+        assert begun == [], interrupts.place
+    agent.agent.close()
+    return interrupts.place
+
+
+def test_a_post_that_was_interrupted_is_stopped_by_its_release() -> None:
+    code = "from tests.nixl.test_threads import posted_and_interrupted as run; print(run())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
-    "addressed": 719,
+    "addressed": 725,
     "cli": 3803,
     "control": 3606,
     "debug": 780,
@@ -27,8 +27,8 @@ MAX_LINES = {
     "kvplan": 1659,
     "links": 3982,
     "llm_datadist": 3827,
-    "mooncake": 595,
-    "nixl": 1744,
+    "mooncake": 596,
+    "nixl": 1746,
     "observe": 1649,
     "planning": 5686,
     "recording": 1673,
@@ -37,7 +37,7 @@ MAX_LINES = {
     "system": 476,
     "tensors": 1089,
     "testing": 471,
-    "transport": 7990,
+    "transport": 7997,
     "vllm": 2091,
 }
 """Lines of each room. Only a commit that says why may raise one."""

@@ -119,19 +119,27 @@ static void take_out(kvn_region *region)
     region->is_open = false;
 }
 
+/* The server of the region's device, under the registry's mutex; NULL without HIXL. */
+static const kvn_hixl_server *server_of(const kvn_region *region)
+{
+    return region->hccl->is_client_server ? kvn_hixl_server_of(region->hccl, region->device->id) : NULL;
+}
+
 /* With HIXL, under the registry's mutex. */
 static int register_once(kvn_region *region, kvn_failure *failure)
 {
     const kvn_hccl_mem mem = kvn_region_memory(region);
     kvn_hccl *hccl = region->hccl;
-    void *previous, *server = hccl->is_client_server ? kvn_hixl_server_of(hccl, region->device->id) : NULL;
+    const kvn_hixl_server *server = server_of(region);
+    void *previous;
     kvn_hccl_result result;
     if (hccl->is_client_server && !server)
         return kvn_fail(failure, KVN_INVALID, 0, "device %d has no server", (int)region->device->id);
     if (kvn_device_enter(region->device, &previous, failure) != KVN_OK)
         return failure->status;
-    result = server ? hccl->hixl.server_register(server, NULL, &mem, &region->handle)
+    result = server ? hccl->hixl.server_register(server->handle, NULL, &mem, &region->handle)
                     : hccl->calls.register_global(&mem, &region->handle);
+    region->server = server ? server->number : 0;
     if (result != KVN_HCCL_SUCCESS)
         kvn_hccl_fail(hccl, server ? "HixlCSServerRegMem" : "HcclRegisterGlobalMem", result, failure);
     kvn_device_leave(region->device, previous);
@@ -162,13 +170,14 @@ int kvn_region_open(kvn_hccl *hccl, const kvn_device *device, uint64_t address, 
 static int deregister(kvn_region *region, kvn_failure *failure)
 {
     kvn_hccl *hccl = region->hccl;
-    void *previous, *server = hccl->is_client_server ? kvn_hixl_server_of(hccl, region->device->id) : NULL;
+    const kvn_hixl_server *server = server_of(region);
+    void *previous;
     kvn_hccl_result result;
-    if (hccl->is_client_server && !server)
+    if (hccl->is_client_server && !(server && server->number == region->server))
         return KVN_OK; /* the registration has ended with the server */
     if (kvn_device_enter(region->device, &previous, failure) != KVN_OK)
         return failure->status;
-    result = server ? hccl->hixl.server_unregister(server, region->handle)
+    result = server ? hccl->hixl.server_unregister(server->handle, region->handle)
                     : hccl->calls.deregister_global(region->handle);
     if (result != KVN_HCCL_SUCCESS)
         kvn_hccl_fail(hccl, server ? "HixlCSServerUnregMem" : "HcclDeregisterGlobalMem", result, failure);

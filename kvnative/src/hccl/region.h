@@ -14,6 +14,7 @@ struct kvn_region {
     uint64_t nbytes;
     bool on_device;
     void *handle;        /* HCCL's, or that of HIXL's server; NULL if communicators register the memory */
+    uint64_t server;     /* number of HIXL's server */
     uint32_t num_bound;  /* communicators; guarded by hccl->registry, like the fields below */
     bool is_open;
     kvn_region *next;    /* in hccl->regions */

@@ -3,22 +3,19 @@
 
 #define BACKLOG 128
 
-static int start(kvn_hixl_server *self, const kvn_hixl_server_desc *desc, kvn_failure *failure)
+static int start(const kvn_hixl_server *self, const kvn_hixl_server_desc *desc, void **out, kvn_failure *failure)
 {
     const kvn_hixl_calls *calls = &self->hccl->hixl;
     const kvn_hixl_config config = {.resources = NULL};
-    kvn_hixl_status result = calls->server_create(desc, &config, &self->handle);
+    kvn_hixl_status result = calls->server_create(desc, &config, out);
 
-    if (result != KVN_HCCL_SUCCESS) {
-        self->handle = NULL;
+    if (result != KVN_HCCL_SUCCESS)
         return kvn_hccl_fail(self->hccl, "HixlCSServerCreate", result, failure);
-    }
-    result = calls->server_listen(self->handle, BACKLOG);
+    result = calls->server_listen(*out, BACKLOG);
     if (result == KVN_HCCL_SUCCESS)
         return KVN_OK;
     kvn_hccl_fail(self->hccl, "HixlCSServerListen", result, failure);
-    calls->server_destroy(self->handle);
-    self->handle = NULL;
+    calls->server_destroy(*out);
     return failure->status;
 }
 
@@ -31,6 +28,7 @@ static int enlist(kvn_hixl_server *self, kvn_failure *failure)
     for (other = self->hccl->servers; other && other->device->id != self->device->id;)
         other = other->next;
     if (!other) {
+        self->number = ++self->hccl->num_servers;
         self->next = self->hccl->servers;
         self->hccl->servers = self;
     }
@@ -57,7 +55,7 @@ int kvn_hixl_server_open(kvn_hccl *hccl, const kvn_device *device, const kvn_hix
 {
     const kvn_hixl_server_desc desc = {
         .endpoints = endpoints, .ip = ip, .port = port, .num_endpoints = num_endpoints};
-    void *previous;
+    void *previous, *handle = NULL;
     int status;
 
     *out = (kvn_hixl_server){.hccl = hccl, .device = device};
@@ -65,27 +63,30 @@ int kvn_hixl_server_open(kvn_hccl *hccl, const kvn_device *device, const kvn_hix
         return failure->status;
     status = kvn_device_enter(device, &previous, failure);
     if (status == KVN_OK) {
-        status = start(out, &desc, failure);
+        status = start(out, &desc, &handle, failure);
         kvn_device_leave(device, previous);
     }
-    if (status != KVN_OK) {
-        pthread_mutex_lock(&hccl->registry);
+    pthread_mutex_lock(&hccl->registry);
+    if (status == KVN_OK)
+        out->handle = handle;
+    else
         take_out(out);
-        pthread_mutex_unlock(&hccl->registry);
-    }
+    pthread_mutex_unlock(&hccl->registry);
     return status;
 }
 
 int kvn_hixl_server_close(kvn_hixl_server *server, kvn_failure *failure)
 {
-    void *handle = server->handle, *previous;
+    void *handle, *previous;
     kvn_hixl_status result;
 
+    pthread_mutex_lock(&server->hccl->registry);
+    handle = server->handle;
+    if (handle)
+        take_out(server);
+    pthread_mutex_unlock(&server->hccl->registry);
     if (!handle)
         return KVN_OK;
-    pthread_mutex_lock(&server->hccl->registry);
-    take_out(server);
-    pthread_mutex_unlock(&server->hccl->registry);
     if (kvn_device_enter(server->device, &previous, failure) != KVN_OK)
         return failure->status; /* HIXL cannot be called without a context: the server leaks */
     result = server->hccl->hixl.server_destroy(handle);
@@ -95,12 +96,11 @@ int kvn_hixl_server_close(kvn_hixl_server *server, kvn_failure *failure)
     return kvn_hccl_status(result);
 }
 
-void *kvn_hixl_server_of(kvn_hccl *hccl, int32_t device_id)
+const kvn_hixl_server *kvn_hixl_server_of(const kvn_hccl *hccl, int32_t device_id)
 {
-    void *handle = NULL;
+    const kvn_hixl_server *server = hccl->servers;
 
-    for (const kvn_hixl_server *server = hccl->servers; server && !handle; server = server->next)
-        if (server->device->id == device_id)
-            handle = server->handle;
-    return handle;
+    while (server && !(server->device->id == device_id && server->handle))
+        server = server->next;
+    return server;
 }

@@ -9,7 +9,8 @@
 typedef struct kvn_hixl_server {
     kvn_hccl *hccl;
     const kvn_device *device;
-    void *handle; /* NULL: closed */
+    void *handle; /* NULL: not open */
+    uint64_t number; /* no other server of the library has it, unlike the handle, which is an address */
     struct kvn_hixl_server *next;
 } kvn_hixl_server;
 
@@ -19,8 +20,8 @@ int kvn_hixl_server_open(kvn_hccl *hccl, const kvn_device *device, const kvn_hix
                          kvn_failure *failure);
 /* Call it after all regions of the device. Idempotent; the server is closed afterwards even if HIXL refuses. */
 int kvn_hixl_server_close(kvn_hixl_server *server, kvn_failure *failure);
-/* Returns HIXL's server for a device, or NULL. Call it with the registry's mutex, and hold it while you use the server,
+/* Returns the open server of a device, or NULL. Call it with the registry's mutex, and hold it while you use the server,
  * which another thread may close. */
-void *kvn_hixl_server_of(kvn_hccl *hccl, int32_t device_id);
+const kvn_hixl_server *kvn_hixl_server_of(const kvn_hccl *hccl, int32_t device_id);
 
 #endif

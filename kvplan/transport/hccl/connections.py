@@ -267,14 +267,18 @@ class Connections:
                 self._renews = True
 
     def _renew_now(self) -> None:
+        is_renewed = False
         try:
             if self.request_renewal is not None:
                 self.request_renewal()
+                is_renewed = True
         except LLMException as error:
             _LOG.info("event=not_renewed peer=%s reason=%s", self._peer, str(error))
         finally:
             with self._mutex:
                 self._renews = False
+        if is_renewed:
+            self.renew_disturbed()  # the new connection may bind memory that was deregistered since
 
     def _take_down(self, communicator: Communicator) -> None:
         self._hccl.background.do(partial(self._hccl.close, communicator))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _OPTION: Final = "local_comm_res (llm.LocalCommRes)"
 _VERSION: Final = "1.3"
+_MAX_PORTS: Final = 64
 _TRIES: Final = 3  # another process may take a free port before HIXL listens there
 
 # Numbers of CommProtocol and of CommAddrType.
@@ -94,7 +95,7 @@ class ServerAddress(Record, frozen=True):
     address: str
     port: Annotated[int, Meta(ge=1, le=65535)]
     net_instance_id: AsciiName
-    ports: Annotated[tuple[Port, ...], Meta(min_length=1, max_length=64)]
+    ports: Annotated[tuple[Port, ...], Meta(min_length=1, max_length=_MAX_PORTS)]
 
     def __post_init__(self) -> None:
         if not is_address(self.address):
@@ -149,6 +150,8 @@ def requested(local_comm_res: str, address: str) -> Request | None:
         for port in given.endpoint_list
         if port.placement == "device"
     )
+    if len(ports) > _MAX_PORTS:  # peers would refuse the metadata
+        raise invalid(f"{_OPTION} lists {len(ports)} ports of devices; at most {_MAX_PORTS}")
     if not given.net_instance_id or not ports:
         raise unsupported(
             f"{_OPTION} of version {_VERSION} needs net_instance_id, and in endpoint_list a port "

@@ -258,6 +258,22 @@ class TestClose:
             assert say(taken, far) == b"data"
             far.close()
 
+    def test_is_done_if_a_worker_takes_the_last_connection_just_now(
+        self, loop: ControlLoop
+    ) -> None:
+        class Taken(dict[int, socket.socket]):
+            """The last connection is taken once the loop has looked for it."""
+
+            def __bool__(self) -> bool:
+                self.clear()
+                return True
+
+        streams = DialledStreams(b"c" * 16, socket.AF_INET, ("127.0.0.1", 1), "there", loop)
+        with socket.socket() as last:
+            streams._opened = Taken({0: last})
+            streams.close_now()
+            assert len(streams._opened) == 0
+
     def test_accepts_no_further_connection(self, link: Link) -> None:
         link.far.close()
         assert "authenticate" in refusal(link.near)
