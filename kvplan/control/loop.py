@@ -255,10 +255,16 @@ class ControlLoop:
         return await self._in_pool(partial(function, *args, **kwargs))
 
     def start_in_worker(
-        self, function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs
-    ) -> None:
-        """Run a blocking function in a thread of the pool, and discard its result."""
-        self._in_pool(partial(function, *args, **kwargs))
+        self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+    ) -> asyncio.Future[_T]:
+        """Run a function that must not be lost in a thread of the pool; here if none is left."""
+        call = partial(function, *args, **kwargs)
+        try:
+            return asyncio.shield(self._in_pool(call))
+        except LLMException:
+            done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+            done.set_result(call())
+            return done
 
     def _in_pool(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
         calls = [call]

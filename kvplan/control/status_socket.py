@@ -107,12 +107,7 @@ class StatusSocket:
                 return
             self._answering += 1
             self._unanswered.add(connection)
-            try:
-                self._control.start_in_worker(self._answer, connection)
-            except LLMException:  # no thread: the client reads no answer, and may ask again
-                self._answering -= 1
-                self._unanswered.discard(connection)
-                connection.close()
+            self._control.start_in_worker(self._answer, connection)
 
     def _answer(self, connection: socket.socket) -> None:
         try:

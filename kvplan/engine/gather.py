@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
@@ -12,6 +12,7 @@ from kvplan.engine.operation import Operation, RunOptions, refuse_notices
 from kvplan.engine.resolve import TransferOperation
 from kvplan.engine.shares import Pair, Shares, is_gather
 from kvplan.execution.gather_task import GatherError, GatherTask
+from kvplan.lease import BlockLease
 from kvplan.planning.gather import check_gather, divide
 from kvplan.planning.plan import Plan
 from kvplan.planning.planner import of_part
@@ -31,17 +32,22 @@ class GatherNotices:
         """Take the notifications out of `options`."""
         notices = {name: options.pop(name, None) for name in ("notify", "notify_failure")}
         self.any: bool = any(notices.values())
+        self._peers = engine.links.peers
         self._new = partial(Operation, engine, "notify", tag=options.get("tag", ""), **notices)
         self._operation = operation
         self._operations: dict[PeerLink, Operation] = {}  # keep the links until they end
         self._mutex = Mutex()
         self._error: LLMException | None = None
 
-    def add(self, link: PeerLink, left_ms: float | None) -> None:
-        """Add a peer of the transfer, with the remaining time."""
-        if self.any and link not in self._operations:
-            notice = self._operations[link] = self._new(timeout_ms=left_ms).__enter__()
-            notice.hold(link)
+    def add(self, operations: Sequence[TransferOperation]) -> None:
+        """Add the linked peers of operations, before one of them may fail at its peer."""
+        for operation in operations if self.any else ():
+            link = self._peers.get(cast(BlockLease, operation.peer_key()).cluster_id)
+            if link is not None and link not in self._operations:
+                notice = self._new(timeout_ms=operation.left_ms())
+                with suppress(LLMException):  # the link has ended: `find_peer` raises why
+                    notice.hold(link)
+                    self._operations[link] = notice.__enter__()
 
     def finish(self, error: BaseException | None) -> None:
         """Send the outcome to the peers once; a concurrent call waits for the first."""
@@ -118,11 +124,10 @@ class Several:
         known = []
         for operation in self.operations:
             prepared = operation.use_known()
-            if operation.link is not None:
-                self.notices.add(operation.link, operation.left_ms())
             if prepared is None:
                 return None
             known.append((operation, prepared))
+        self.notices.add(self.operations)
         return known
 
     def _find(self) -> list[TransferOperation]:
@@ -130,13 +135,11 @@ class Several:
         first = self.operations[0]
         for operation in self.operations:
             operation.find_own()
+        if first.moves:
+            self.notices.add(self.operations)
         for operation in self.operations:
             with self._failing(operation):
-                try:
-                    operation.find_peer()
-                finally:
-                    if operation.link is not None and operation.moves:
-                        self.notices.add(operation.link, operation.left_ms())
+                operation.find_peer()
             if operation.cache_id < 0:
                 operation.cache_id = first.cache_id
         for name, transfer in self._transfers.items():

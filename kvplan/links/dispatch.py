@@ -88,7 +88,7 @@ class PeerHandler:
                 )
                 for end_caches in endings:
                     # In a worker: this may wait for peers that write to the caches.
-                    await self._engine.control.in_worker(end_caches)
+                    await self._engine.control.start_in_worker(end_caches)
                 return Released()
             case Notify():
                 if (inbox := self._engine.inbox) is not None:

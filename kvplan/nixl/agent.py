@@ -81,9 +81,12 @@ class Agent:
         self._listener: Listener | None = None
         if config.useListenThread:
             host = Endpoint.parse(self._address).host
-            self._listener = Listener(
-                host, config.listenPort, self.getLocalMD, self.loadRemoteMD, self.invalidateRemoteMD
-            )
+            calls = self.getLocalMD, self.loadRemoteMD, self.invalidateRemoteMD
+            try:
+                self._listener = Listener(host, config.listenPort, *calls)
+            except BaseException:  # whose frames keep this agent
+                self.close()
+                raise
 
     @property
     def _address(self) -> str:

@@ -45,8 +45,9 @@ class Deadlines(dict[_Key, int]):
         return self._heap[0][0] >= deadline_ns
 
     def next_ns(self) -> int | None:
-        """Return a time before which no deadline passes; None: no key has a deadline."""
-        return self._heap[0][0] if self and self._heap else None
+        """Return a time before which no deadline passes; None: the heap is empty."""
+        # Entries of removed keys count: `set` compares with them, so no sleep may outlast them.
+        return self._heap[0][0] if self._heap else None
 
     def pop_late(self, now_ns: int) -> _Key | None:
         """Remove and return a key whose deadline has passed, or None."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 
 import kvplan
 from kvplan import LLMException, LLMStatusCode
@@ -99,6 +101,31 @@ def test_nothing_is_left_of_a_renewal_that_was_given_up_before_it_was_opened(
     gc.collect()  # the error_of knows what it was raised in
     assert simulator.left() == before
     assert link.connection().generation == back.connection().generation == 0
+
+
+@pytest.mark.parametrize("is_made", [False, True], ids=["opened", "made"])
+def test_nothing_is_left_of_a_renewal_that_was_given_up_once_it_was(
+    is_made: bool, one: Side, two: Side, simulator: Controls
+) -> None:
+    """No word of the peer comes any more: it has given that number up as well."""
+    ends, left = link_both(one, two), []
+    for end in ends:
+        end.renewable.notify_unused = lambda _generation: None
+    for generation in (1, 2):  # the first takes streams that are kept
+        for end in ends:
+            end.renewable.open(generation)
+        if is_made:
+            with ThreadPoolExecutor(2) as threads:
+                renewals = [
+                    threads.submit(end.renewable.renew, generation, timeout_ms=5000) for end in ends
+                ]
+            assert [each.result() for each in renewals] == [None, None]
+        for end in ends:
+            end.renewable.abandon(generation)
+        for side in (one, two, one, two):
+            assert side.transport._background.wait(DEADLINE_S)
+        left.append(simulator.left())
+    assert left[0] == left[1]
 
 
 def test_the_old_connection_goes_when_neither_end_uses_it(

@@ -1,4 +1,4 @@
-"""The end of a connection, for which `wait_closed` waits."""
+"""What a connection reads, and its end, for which `wait_closed` waits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import os
+import select
 import socket
 import weakref
 from pathlib import Path
@@ -16,7 +17,7 @@ import zmq
 from kvplan.control.connection import Connection
 from kvplan.control.loop import ControlLoop
 from tests.control.conversation import DEADLINE_S
-from tests.control.zmtp import GREETING, ready
+from tests.control.zmtp import GREETING, frame, ready
 from tests.support.held import Held
 
 LISTENS = "00010000"  # a flag in /proc/net/unix
@@ -120,6 +121,34 @@ def test_a_connection_that_has_ended_is_not_kept(loop: ControlLoop) -> None:
         return ended()
 
     assert loop.run(run(), timeout_ms=1000 * DEADLINE_S) is None
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_frame_is_read_though_sending_has_taken_the_signal_of_its_arrival(
+    loop: ControlLoop, has_room: bool
+) -> None:
+    """ZeroMQ signals each change once, to the next call, whatever that does."""
+
+    async def run() -> None:
+        ends = Ends(loop)
+        connection = ends.connection
+        await asyncio.get_running_loop().sock_sendall(ends.far, ready())
+        await connection.ready()
+        while not has_room and connection.try_send(bytes(1 << 16)):
+            pass
+        connection.drain()  # takes the signals so far
+        signal = select.poll()
+        signal.register(connection._descriptor, select.POLLIN)
+        connection._from_peer(frame(b"arrived"))
+        assert signal.poll(1000 * DEADLINE_S)  # before the loop looks
+        assert connection.try_send(b"sent") or not has_room
+        while not ends.frames:
+            await asyncio.sleep(0)
+        assert ends.frames == [b"arrived"]
+        connection.close()
+        ends.far.close()
+
+    loop.run(run(), timeout_ms=1000 * DEADLINE_S)
 
 
 @pytest.mark.parametrize("reads", [True, False])

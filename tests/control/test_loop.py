@@ -28,6 +28,7 @@ from tests.control.conversation import (
     Recorder,
     call,
 )
+from tests.support import lone_user
 from tests.support.refusals import refused
 
 ROUNDS = 1000
@@ -158,6 +159,62 @@ def test_workers_may_block_while_the_loop_runs(loop: ControlLoop) -> None:
         return await blocked
 
     assert loop.run(both())
+
+
+def test_what_is_started_without_a_thread_to_run_it_runs_in_the_loop() -> None:
+    """Other calls are refused."""
+    program = """
+        from threading import current_thread
+        from kvplan import LLMException
+        from kvplan.control.loop import ControlLoop
+        from tests.support.lone_user import allow_threads, become
+
+        async def start(function, *args):
+            return await loop.start_in_worker(function, *args)
+
+        async def in_worker(function):
+            return await loop.in_worker(function)
+
+        become()
+        loop = ControlLoop("lone")
+        loop.start()
+        allow_threads(1)
+        assert loop.run(start(current_thread)).name == "lone"
+        try:
+            loop.run(start(int, "x"))
+        except ValueError:
+            pass
+        else:
+            raise AssertionError("an error was lost")
+        try:
+            loop.run(in_worker(int))
+        except LLMException as error:
+            assert error.status_code.name == "LLM_OUT_OF_MEMORY", error
+        else:
+            raise AssertionError("there was a thread")
+        allow_threads(None)
+        assert loop.run(start(current_thread)).name.startswith("lone-worker")
+        loop.stop()
+    """
+    lone_user.run(program)
+
+
+def test_what_is_started_goes_on_though_nothing_waits_for_it_any_more() -> None:
+    """It has not begun when its caller is cancelled: the only worker is busy."""
+    goes_on, ended = threading.Event(), threading.Event()
+    loop = ControlLoop("busy", max_workers=1)
+    loop.start()
+
+    async def cancelled() -> None:
+        loop.start_in_worker(goes_on.wait, DEADLINE_S)
+        waiting = asyncio.ensure_future(loop.start_in_worker(ended.set))
+        waiting.cancel()
+        await asyncio.sleep(0)
+
+    loop.run(cancelled())
+    goes_on.set()
+    assert ended.wait(DEADLINE_S)
+    loop.stop()
 
 
 def test_the_loop_cannot_wait_for_itself(loop: ControlLoop) -> None:

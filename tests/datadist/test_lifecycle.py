@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvplan import (
+    AddressRanges,
     Cache,
     CacheDesc,
     CacheIndex,
@@ -28,8 +29,9 @@ from kvplan import (
     Options,
     Rows,
     Transfer,
+    Transfers,
 )
-from tests.datadist.conftest import MakeEngine
+from tests.datadist.conftest import MakeEngine, link
 from tests.datadist.machine import Machine
 from tests.support.held import Held
 from tests.support.refusals import refused
@@ -213,6 +215,35 @@ def join_released() -> None:
     for thread in threading.enumerate():
         if thread.name == "kvplan-release":
             thread.join(10)
+
+
+@pytest.mark.parametrize("way", ["pull", "push", "pull of ranges", "push of ranges"])
+def test_transfers_that_the_program_has_closed_move_no_byte(
+    make_engine: MakeEngine, way: str
+) -> None:
+    """Nor for a request that the calling thread copies itself, since it has been made before."""
+    with Transfers(1) as transfers:
+        owner, user = make_engine(1, listen=True), make_engine(2, transfers=transfers)
+        link(user, owner)
+        theirs, ours = owner.allocate_cache(DESC), user.allocate_cache(DESC)
+        there, here = owner.arrays(theirs), user.arrays(ours)
+        rows = Rows(CacheIndex(1, theirs.cache_id)), Rows(ours)
+        transfer: Transfer | AddressRanges = Transfer(*rows if "pull" in way else rows[::-1])
+        if "ranges" in way:
+            columns = ours.tensor_addrs, theirs.tensor_addrs, [DESC.stride] * 2
+            transfer = AddressRanges(1, *columns, "pull" if "pull" in way else "push")
+        read, written = (there, here) if "pull" in way else (here, there)
+        for value in (1, 2, 3):
+            for tensor in read:
+                tensor[:] = value
+            user.run(transfer)
+            assert {int(tensor[0, 0]) for tensor in written} == {value}
+        for tensor in read:
+            tensor[:] = 9
+        transfers.close()
+        with refused(LLMStatusCode.LLM_ENGINE_FINALIZED, "closed"):
+            user.run(transfer)
+        assert {int(tensor[0, 0]) for tensor in written} == {3}
 
 
 def test_an_engine_that_is_dropped_is_released(machine: Machine) -> None:

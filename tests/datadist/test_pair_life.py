@@ -110,6 +110,56 @@ def test_memory_that_the_peer_has_freed_is_not_pulled(
         pulled(user, theirs, mine)
 
 
+@pytest.mark.over_tcp
+@pytest.mark.parametrize("place", [None, 0, 1, 2], ids=["alone", "first", "second", "last"])
+@pytest.mark.usefixtures("theirs")
+def test_a_key_that_names_another_cache_by_now_is_looked_up_again(
+    machine: Machine, peer: Peer, user: LlmDataDist, mine: Cache, place: int | None
+) -> None:
+    """Also in a request of several pairs. The peer cannot publish the other cache meanwhile."""
+    on_host_only(machine, "over HCCL the peer is asked in any case")
+    sources: list[Any] = []
+    if place is not None:
+        made = peer.run("result = [offer(n, n).cache_id for n in (1, 2)]")
+        sources = [CacheIndex(1, cache_id) for cache_id in made]
+    sources.insert(place or 0, KEY)
+    targets = [mine, *(user.allocate_blocks_cache(PAGED) for _ in sources[1:])]
+    pairs = {
+        str(n): Transfer(Rows(source, [0]), Rows(target, [1]))
+        for n, (source, target) in enumerate(zip(sources, targets, strict=True))
+    }
+    found: list[list[int]] = []
+
+    def pull() -> None:
+        user.run(pairs["0"] if place is None else pairs)
+        found.append([int(user.arrays(target)[0][1, 0]) for target in targets])
+
+    for _ in range(2):  # then the pairs are known
+        pull()
+    peer.run(
+        """
+        from threading import Event
+        stands, goes_on = Event(), Event()
+        datadist._running().links._control.call_soon(lambda: stands.set() or goes_on.wait(60))
+        assert stands.wait(60)
+        datadist.deallocate_cache(cache)
+        cache = offer(8)
+        """
+    )
+    asking, calls = threading.Thread(target=pull), user._running().links._control._calls
+    asking.start()
+    try:
+        wait_until(lambda: bool(calls) or not asking.is_alive())
+    finally:
+        peer.run("goes_on.set()")
+        asking.join()
+    others = [] if place is None else [1, 2]
+    before, after = (
+        [*others[:place], value, *others[place or 0 :]] if others else [value] for value in (7, 8)
+    )
+    assert found == [before, before, after]
+
+
 def test_a_request_is_known_unless_the_peer_must_be_asked_first(
     machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:

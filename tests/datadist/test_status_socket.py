@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from textwrap import dedent
-from threading import Event, Semaphore, Thread
+from threading import Event, Semaphore
 from time import sleep
 from typing import Any
 
@@ -33,6 +33,7 @@ from kvplan import (
 from kvplan.control.loop import ControlLoop
 from kvplan.control.status_socket import StatusSocket, _read, read_all
 from tests.datadist.peer import Peer
+from tests.support import lone_user
 from tests.support.peer import DEADLINE_S
 
 DESC = CacheDesc(2, (16, 4, 2, 8), DataType.DT_FLOAT16)
@@ -139,34 +140,33 @@ def test_clients_that_leave_before_the_answer_do_not_use_up_its_places() -> None
         assert client.recv(1) == b"{"
 
 
-def test_clients_that_no_thread_could_answer_do_not_use_up_its_places(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Four documents are made at a time. A client that found no thread frees its place."""
-    control = ControlLoop()
+def test_clients_that_find_no_thread_do_not_use_up_its_places() -> None:
+    program = """
+        import os, socket
+        from kvplan.control.loop import ControlLoop
+        from kvplan.control.status_socket import StatusSocket, read_all
+        from tests.support.lone_user import allow_threads, become
 
-    async def in_turn(function: Callable[[], object] = int) -> None:
-        function()
+        async def in_turn(function=int):
+            function()
 
-    def refuse(thread: Thread) -> None:
-        raise RuntimeError(f"can't start new thread {thread.name}")
-
-    control.start()
-    with ExitStack() as opened:
-        opened.callback(control.stop)
-        status = StatusSocket(control, "crowded", dict)
-        control.run(in_turn(status.start))
-        name = f"\0kvplan-status-{os.geteuid()}-{os.getpid()}-crowded"
-        with monkeypatch.context() as patched:
-            patched.setattr(Thread, "start", refuse)
-            for _ in range(8):
-                with socket.socket(socket.AF_UNIX) as client:
-                    client.connect(name)
-                    assert client.recv(1) == b""
-        client = opened.enter_context(socket.socket(socket.AF_UNIX))
-        client.settimeout(DEADLINE_S)
-        client.connect(name)
-        assert client.recv(1) == b"{"
+        become()
+        control = ControlLoop()
+        control.start()
+        control.run(in_turn(StatusSocket(control, "lone", dict).start))
+        name = f"\\0kvplan-status-{os.geteuid()}-{os.getpid()}-lone"
+        allow_threads(1)
+        for _ in range(8):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(name)
+                for _ in range(2):  # the loop accepts in one turn, and the next comes after it
+                    control.run(in_turn())
+        allow_threads(None)
+        (answer,) = read_all(timeout_s=20)
+        assert answer.document is not None, answer
+        control.stop()
+    """
+    lone_user.run(program)
 
 
 def test_transfers_in_flight_are_listed() -> None:

@@ -248,6 +248,41 @@ class TestMemoryThatIsTakenBack:
             thread.join()
         assert ended == ["use", "taken"]
 
+    def test_a_use_is_known_before_it_looks_whether_the_memory_was_taken(self) -> None:
+        looks, is_known = threading.Event(), threading.Event()
+        ended = []
+
+        class Looked(HostMemory):
+            @property
+            def revoked(self):
+                found = super().revoked
+                if threading.current_thread() is user:
+                    looks.set()
+                    assert is_known.wait(30)
+                elif threading.current_thread() is taker:
+                    is_known.set()
+                return found
+
+        def use():
+            with using(memory):
+                ended.append("use")
+
+        def take():
+            take_back(memory, "its owner needs it")
+            ended.append("taken")
+
+        memory = Looked.from_arrays([tensor()])
+        user, taker = threading.Thread(target=use), threading.Thread(target=take)
+        user.start()
+        assert looks.wait(30)
+        taker.start()
+        while taker.is_alive() and not is_known.is_set():
+            pass
+        is_known.set()
+        for thread in (user, taker):
+            thread.join()
+        assert ended == ["use", "taken"]
+
     def test_by_the_thread_that_uses_it(self) -> None:
         """Under a signal handler, say: it ends when it looks next."""
         memory = HostMemory.from_arrays([tensor()])

@@ -433,9 +433,16 @@ def test_each_peer_is_told_of_a_failure_whoever_failed(make_scene: Callable[...,
     scene.assert_over()
 
 
-def test_each_peer_is_told_of_a_gather_that_is_refused(make_scene: Callable[..., Scene]) -> None:
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("known", [True, False], ids=["freed", "unknown"])
+def test_each_peer_is_told_of_a_gather_that_is_refused(
+    make_scene: Callable[..., Scene], known: bool, failing: int
+) -> None:
     scene = make_scene()
-    scene.peers[1].run("datadist.unregister_cache(cache.cache_id)")
+    if known:
+        scene.peers[failing].run("datadist.unregister_cache(cache.cache_id)")
+    else:
+        scene.sources[failing] = CacheIndex(PEERS[failing], 99)
     error = caught(lambda: scene.gather(**NOTICES))
     assert error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
     assert [scene.notified(0), scene.notified(1)] == [[b"failed"]] * 2

@@ -26,7 +26,7 @@ from kvplan.recording import read
 from tests.nixl.conftest import Here, MakeHere, pattern
 from tests.nixl.peer import MIB
 from tests.support import lone_user
-from tests.support.held import Held
+from tests.support.held import QUEUE, Held
 from tests.support.refusals import refused
 
 KIB = 1 << 10
@@ -325,6 +325,20 @@ def test_a_listening_thread_that_cannot_start_leaves_no_socket_open() -> None:
             raise AssertionError("a thread has started")
     """
     lone_user.run(program)
+
+
+def test_an_agent_whose_port_is_taken_leaves_nothing_open_though_its_error_is_kept() -> None:
+    nixl_agent("first").agent.close()  # for what this process keeps in any case
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        before = Held.now()
+        conf = nixl_agent_config(
+            True, enable_listen_thread=True, listen_port=taken.getsockname()[1]
+        )
+        with pytest.raises(OSError, match="in use") as error:
+            nixl_agent("refused", conf)
+        assert {what for _, what in before.new().descriptors} <= QUEUE
+        before.check_new_threads(set())
+    assert error.value.__traceback__ is not None
 
 
 def test_the_texts_of_a_list_stay_with_their_rows() -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEADLINE_S = 30
+QUEUE = {"anon_inode:[eventfd]", "anon_inode:[eventpoll]"}
+"""The descriptors of an engine's notifications, which can be read after its end."""
 
 _libc = ctypes.CDLL(None)
 

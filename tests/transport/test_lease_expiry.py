@@ -7,6 +7,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from queue import SimpleQueue
+from random import Random
 
 import pytest
 
@@ -70,6 +71,28 @@ def test_deadlines_keep_no_memory_of_renewals_and_removed_keys() -> None:
     assert deadlines.pop_late(3 * HOUR_NS) == 0
     assert deadlines.pop_late(3 * HOUR_NS) is None
     assert deadlines.next_ns() is None
+
+
+def test_a_thread_that_sleeps_until_the_next_deadline_is_never_late() -> None:
+    """It wakes at the time that it was given, or because `set` says so; keys go without a word."""
+    for seed in range(200):
+        random, now_ns, wakes_ns = Random(seed), 0, None
+        deadlines: Deadlines[int] = Deadlines()
+        for _ in range(40):
+            key, now_ns = random.randrange(3), now_ns + random.randrange(3)
+            wakes = wakes_ns is not None and wakes_ns <= now_ns
+            if random.randrange(2):
+                wakes |= deadlines.set(key, now_ns + random.randrange(1, 20))
+            else:
+                deadlines.pop(key, None)
+            if wakes:
+                while deadlines.pop_late(now_ns) is not None:
+                    pass
+                wakes_ns = deadlines.next_ns()
+            earliest_ns = min(deadlines.values(), default=None)
+            if earliest_ns is not None:
+                assert wakes_ns is not None, f"sleeps for ever: {seed=}, {deadlines}"
+                assert wakes_ns <= earliest_ns, f"sleeps too long: {seed=}, {deadlines}"
 
 
 def test_in_the_order_of_their_deadlines_and_not_before(ended: Ended) -> None:

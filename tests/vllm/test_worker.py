@@ -12,6 +12,7 @@ import pytest
 
 from kvplan.serving import Place
 from tests.support import peer
+from tests.support.held import QUEUE, Held
 from tests.support.refusals import refused
 from tests.vllm.worker import BLOCKS, CpuTensor, VllmWorker
 
@@ -168,6 +169,21 @@ def test_a_cache_of_other_blocks_than_the_scheduler_has_is_refused() -> None:
     with refused("LLM_PARAM_INVALID", "9 blocks of 32 tokens; the scheduler has 8 of 32"):
         worker.worker.register(layers)
     worker.worker.close()
+
+
+def test_a_cache_that_the_engine_refuses_leaves_no_engine() -> None:
+    """It has the cache of the first group by then, and listens. The error is kept."""
+    worker = VllmWorker("prefill", windows=(0, 64))
+    worker.worker.close()  # first, for what this process keeps in any case
+    layers = {name: CpuTensor(array) for name, array in worker.layers.items()}
+    layers["model.layers.11.attn"] = layers["model.layers.12.attn"]
+    before = Held.now()
+    with refused("LLM_PARAM_INVALID", "shares memory with") as error:
+        worker.worker.register(layers)
+    assert {what for _, what in before.new().descriptors} <= QUEUE
+    before.check_new_threads(set())
+    assert error.value.__traceback__ is not None
+    assert worker.worker.address is None
 
 
 def test_a_producer_that_listens_everywhere_must_say_where_it_is() -> None:
