@@ -31,7 +31,7 @@ MAX_LINES = {
     "nixl": 1744,
     "observe": 1649,
     "planning": 5686,
-    "recording": 1673,
+    "recording": 1682,
     "run": 364,
     "serving": 2894,
     "system": 476,
