@@ -30,7 +30,7 @@ MAX_LINES = {
     "mooncake": 595,
     "nixl": 1744,
     "observe": 1649,
-    "planning": 5686,
+    "planning": 5690,
     "recording": 1682,
     "run": 364,
     "serving": 2894,
