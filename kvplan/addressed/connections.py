@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
-from kvnative._signals import Mutex
+from kvnative._signals import Condition, Mutex
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.links import ClusterInfo, LinkState, PeerLink
 from kvplan.links.values import cluster_here
-from kvplan.status import LLMException, LLMStatusCode, invalid, timed_out
+from kvplan.status import LLMException, LLMStatusCode, busy, invalid, timed_out
 from kvplan.system.logs import LimitedLog, Log
 
 _HEAD: Final = struct.Struct("<cQH")  # kind, number of the message, bytes of its name
@@ -71,7 +71,11 @@ class Connections:
         self._log = log
         self._peer_log = LimitedLog(log)
         self._mutex = Mutex()
-        self._busy: dict[str, Mutex] = {}  # by address: one call at a time for each engine
+        self._calls: dict[object, int] = {}  # cluster id of each `use`
+        self._leaving: set[int] = set()  # cluster ids that a `disconnect` waits for
+        self._call_ended = Condition()  # notified for clusters in `_leaving`
+        # By address, while a call has it: one call at a time for each engine.
+        self._busy: WeakValueDictionary[str, Mutex] = WeakValueDictionary()
         self._connected: dict[str, _Connection] = {}  # by each name in use
         self._peer_uses: WeakKeyDictionary[PeerLink, bool] = WeakKeyDictionary()
         self._messages: list[Message] = []
@@ -87,6 +91,21 @@ class Connections:
         if found is None or found.is_replaced(self._datadist):
             raise _not_connected(remote_engine)
         return found.cluster_id
+
+    @contextmanager
+    def use(self, remote_engine: str) -> Iterator[int]:
+        """Yield the cluster id of a connected engine; `disconnect` waits for the block."""
+        cluster_id, call = self.cluster_of(remote_engine), object()
+        try:
+            self._calls[call] = cluster_id
+            if self.cluster_of(remote_engine) != cluster_id:  # `disconnect` may not see this call
+                raise _not_connected(remote_engine)
+            yield cluster_id
+        finally:
+            self._calls.pop(call, None)
+            if cluster_id in self._leaving:
+                with self._call_ended:
+                    self._call_ended.notify_all()
 
     def is_linked(self, remote_engine: str) -> bool:
         """Return True if the engine is connected and its link is up."""
@@ -154,7 +173,10 @@ class Connections:
         with self._one_call(remote_engine, str(self._where(remote_engine)[0]), timeout_ms):
             cluster_id = self.cluster_of(remote_engine)
             self.receive()  # a message may say that the peer uses the link
+            names = self._names_of(cluster_id)
             try:
+                self._forget(cluster_id)  # first: calls from here on do not find the engine
+                self._wait_for_calls(cluster_id, deadline)
                 link = self._link(cluster_id)
                 if link.state is LinkState.LINKED and self._used_by_peer(link):
                     self._leave(remote_engine, link, deadline)
@@ -162,37 +184,43 @@ class Connections:
                     self._unlink(cluster_id, deadline)
             except LLMException as error:
                 code = error.status_code
-                if code is not LLMStatusCode.LLM_LINK_BUSY:
-                    self._forget(cluster_id)
+                if code is LLMStatusCode.LLM_LINK_BUSY:
+                    self._restore(names)
                 if code in (LLMStatusCode.LLM_LINK_BUSY, LLMStatusCode.LLM_UNLINK_FAILED):
                     timeout = LLMStatusCode.LLM_TIMEOUT
                     raise LLMException(error.args[0], status_code=timeout) from None
                 if code not in (_NOT_LINKED, LLMStatusCode.LLM_LINK_FAILED):
                     raise
                 self._log.info("disconnect: %s was already gone: %s", remote_engine, error)
-            else:
-                self._forget(cluster_id)
+            except BaseException:
+                self._restore(names)
+                raise
+
+    def _wait_for_calls(self, cluster_id: int, deadline: float) -> None:
+        """Wait until no call uses a cluster; raise LLM_LINK_BUSY at the deadline."""
+        self._leaving.add(cluster_id)
+        try:
+            with self._call_ended:
+                if not self._call_ended.wait_for(
+                    lambda: cluster_id not in list(self._calls.values()), _left_ms(deadline) / 1000
+                ):
+                    raise busy(f"a call of another thread with cluster {cluster_id} goes on")
+        finally:
+            self._leaving.discard(cluster_id)
 
     def _leave(self, remote_engine: str, link: PeerLink, deadline: float) -> None:
         """Wait for transfers of this end; then tell the peer that this end leaves the link."""
-        names = self._names_of(link.cluster_id)
+        self._datadist._running().links.drain(link.cluster_id, _left_ms(deadline))
         try:
-            self._forget(link.cluster_id)  # first: calls from here on do not find the engine
-            self._datadist._running().links.drain(link.cluster_id, _left_ms(deadline))
-            try:
-                self._datadist.notify(link.cluster_id, _LEAVES, timeout_ms=_left_ms(deadline))
-            except LLMException as error:
-                if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
-                    raise
-                # The peer reads no messages. The link stays until an engine is finalized.
-                self._log.info("disconnect: %s could not be notified: %s", remote_engine, error)
-            self.receive()
-            if not self._used_by_peer(link):  # the peer left meanwhile, and cannot end the link
-                self._unlink(link.cluster_id, deadline)
-        except BaseException:
-            with self._mutex:
-                self._connected |= names
-            raise
+            self._datadist.notify(link.cluster_id, _LEAVES, timeout_ms=_left_ms(deadline))
+        except LLMException as error:
+            if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
+                raise
+            # The peer reads no messages. The link stays until an engine is finalized.
+            self._log.info("disconnect: %s could not be notified: %s", remote_engine, error)
+        self.receive()
+        if not self._used_by_peer(link):  # the peer left meanwhile, and cannot end the link
+            self._unlink(link.cluster_id, deadline)
 
     def _unlink(self, cluster_id: int, deadline: float) -> None:
         results = self._datadist.unlink_clusters([cluster_id], timeout_ms=_left_ms(deadline))
@@ -222,9 +250,9 @@ class Connections:
     def notify(self, remote_engine: str, name: bytes, body: bytes, timeout_ms: int) -> None:
         """Send a message; on return the remote engine has it."""
         deadline = time.monotonic() + timeout_ms / 1000
-        cluster_id = self.cluster_of(remote_engine)
-        for frame in self.frames(name, body):
-            self._datadist.notify(cluster_id, frame, timeout_ms=_left_ms(deadline))
+        with self.use(remote_engine) as cluster_id:
+            for frame in self.frames(name, body):
+                self._datadist.notify(cluster_id, frame, timeout_ms=_left_ms(deadline))
 
     def take_messages(self) -> list[Message]:
         """Return the messages that have arrived since the last call, oldest first."""
@@ -308,6 +336,11 @@ class Connections:
         with self._mutex:
             for name in self._names_of(cluster_id):
                 del self._connected[name]
+
+    def _restore(self, names: dict[str, _Connection]) -> None:
+        """Undo `_forget`."""
+        with self._mutex:
+            self._connected |= names
 
     @contextmanager
     def _one_call(self, remote_engine: str, address: str, timeout_ms: int) -> Iterator[None]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 from kvplan.lease import BlockLease
 from kvplan.planning.part import Operation
 from kvplan.planning.planned import check_plan
-from kvplan.planning.planner import VERBS, Local, check_sources, of_part
+from kvplan.planning.planner import VERBS, Local, check_direction, check_sources, of_part
 from kvplan.planning.transfer import PeerTensors, Planned, Rows, Transfer, followed, with_leases
 from kvplan.status import LLMException, invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
@@ -70,7 +70,7 @@ class Shares(NamedTuple):
 def shares_of(transfers: Mapping[str, Transfer | Planned], *, by_layer: bool) -> Shares:
     """Return the pairs of a transfer, grouped by the operations that move them."""
     peers: dict[object, list[Pair]] = {}
-    directions: dict[str, str] = {}
+    directions: dict[Local, str] = {}
     for name, transfer in transfers.items():
         try:
             single = not is_gather(transfer)
@@ -89,8 +89,7 @@ def shares_of(transfers: Mapping[str, Transfer | Planned], *, by_layer: bool) ->
                 peers.setdefault(peer, []).append(pair)
         except (LLMException, TypeError) as error:
             raise of_part(name, error) from None
-    if len(directions) > 1:
-        raise invalid(f"transfer: {directions} mixes directions; all must have the same")
+    check_direction(directions)
     gathers = any(map(is_gather, transfers.values()))
     verb = VERBS[next(iter(directions))]
     operation = f"{verb}_layers" if by_layer else f"{verb}_groups"

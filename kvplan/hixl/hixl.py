@@ -296,10 +296,10 @@ class Hixl:
         columns = address_columns(op_descs)
         running = self._initialized(timeout_in_millis)
         started = perf_counter()
-        cluster = running.cluster_of(remote_engine, timeout_in_millis)
-        ranges = AddressRanges(cluster, *columns, _DIRECTIONS[op])
-        left_ms = timeout_in_millis - (perf_counter() - started) * 1000
-        running.datadist.run(ranges, timeout_ms=max(0.0, left_ms))
+        with running.use(remote_engine, timeout_in_millis) as cluster:
+            ranges = AddressRanges(cluster, *columns, _DIRECTIONS[op])
+            left_ms = timeout_in_millis - (perf_counter() - started) * 1000
+            running.datadist.run(ranges, timeout_ms=max(0.0, left_ms))
         return SUCCESS
 
     @_returns_status(0)
@@ -324,9 +324,9 @@ class Hixl:
         columns = address_columns(op_descs)
         running = self._initialized()
         running.requests.check_room()
-        cluster = running.cluster_of(remote_engine, _AUTO_CONNECT_MS)
-        ranges = AddressRanges(cluster, *columns, _DIRECTIONS[op])
-        task = running.datadist.submit(ranges)
+        with running.use(remote_engine, _AUTO_CONNECT_MS) as cluster:
+            ranges = AddressRanges(cluster, *columns, _DIRECTIONS[op])
+            task = running.datadist.submit(ranges)
         request = Request(task, ranges, remote_engine, op.name, given.user_data)
         return SUCCESS, running.requests.add(request)
 
@@ -394,8 +394,8 @@ class Hixl:
         check_type("op", op, TransferOp)
         columns = address_columns(op_descs)
         running = self._initialized()
-        cluster = running.cluster_of(remote_engine, _AUTO_CONNECT_MS)
-        return running.datadist.plan(AddressRanges(cluster, *columns, _DIRECTIONS[op]))
+        with running.use(remote_engine, _AUTO_CONNECT_MS) as cluster:
+            return running.datadist.plan(AddressRanges(cluster, *columns, _DIRECTIONS[op]))
 
     def _initialized(self, timeout_ms: int = 1) -> Running:
         if self._running is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Final
 
 from kvnative._signals import Mutex
@@ -97,11 +98,11 @@ class Running(AddressedEngine):
             "give option kvplan.mem_device=host or set KVPLAN_MEM_DEVICE=host"
         )
 
-    def cluster_of(self, remote_engine: str, timeout_ms: int) -> int:
-        """Return the cluster of a remote engine; with AutoConnect, connect first."""
+    def use(self, remote_engine: str, timeout_ms: int) -> AbstractContextManager[int]:
+        """Return the block of `Connections.use`; with AutoConnect, connect first."""
         if self.settings.auto_connect:
-            return self.connect(remote_engine, timeout_ms)
-        return self.connections.cluster_of(remote_engine)
+            self.connect(remote_engine, timeout_ms)
+        return self.connections.use(remote_engine)
 
     def notifies(self) -> list[NotifyDesc]:
         """Return the messages that have arrived since the last call."""

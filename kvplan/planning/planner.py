@@ -52,11 +52,15 @@ def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = 
     parts = [
         part for name, each in transfer.items() for part in _plan_one(name, each, local, by_layer)
     ]
-    verbs = {part.local: part.label for part in parts}
-    if len(verbs) > 1:
-        listed = ", ".join(f"{shown(label)} is a {VERBS[side]}" for side, label in verbs.items())
-        raise invalid(f"transfer: {listed}; one transfer has one direction")
+    check_direction({part.local: part.label for part in parts})
     return Plan.made(*parts)
+
+
+def check_direction(names: Mapping[Local, str]) -> None:
+    """Refuse several directions; `names` has a transfer of each, by the side of this process."""
+    if len(names) > 1:
+        listed = ", ".join(f"{shown(name)} is a {VERBS[side]}" for side, name in names.items())
+        raise invalid(f"transfer: {listed}; one transfer has one direction")
 
 
 def _plan_one(name: str, transfer: Transfer, local: Local | None, by_layer: bool) -> list[Part]:

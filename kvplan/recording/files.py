@@ -51,7 +51,6 @@ class RotatingFile:
         self._nbytes = 0
         self._has_rows = False
         self._check_free()
-        self._open()
 
     @property
     def closed(self) -> bool:
@@ -102,36 +101,43 @@ class RotatingFile:
         self._nbytes += written
 
     def _check_free(self) -> None:
-        """Rename an existing recording; refuse a file that is not one, or is in use."""
+        """Begin the first file; refuse to rename a file that is not a recording, or is in use."""
         path, *older = self._names()
         for old in older:  # to be renamed; the oldest will be removed
             if (fd := _opened(old)) >= 0:
                 os.close(fd)
-        if (fd := _opened(path)) < 0:
-            return
+        fd = _opened(path)
         try:
-            if not _lock(fd):
+            if fd >= 0 and not _lock(fd):
                 raise invalid(f"path={self.path}: another engine records to it")
-            self._shift()
+            self._begin()
         finally:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
 
     def _rotate(self) -> None:
         self.close()
-        self._shift()
         self._number += 1
-        self._open()
+        self._begin()
 
     def _names(self) -> list[Path]:
-        return [self.path, *(Path(f"{self.path}.{number}") for number in range(1, self._files))]
+        """Return the names of the files, and one for the oldest until the next file has begun."""
+        numbered = (Path(f"{self.path}.{number}") for number in range(1, self._files))
+        return [self.path, *numbered, Path(f"{self.path}.oldest")]
 
-    def _shift(self) -> None:
-        """Rename each file to the next number; remove the oldest."""
+    def _begin(self) -> None:
+        """Rename each file to the next name, begin a file, and remove the oldest one."""
         names = self._names()
+        renamed = [pair for pair in reversed([*pairwise(names)]) if pair[0].exists()]
+        for old, new in renamed:
+            old.rename(new)
+        try:
+            self._open()
+        except BaseException:
+            for old, new in reversed(renamed):
+                new.rename(old)
+            raise
         names[-1].unlink(missing_ok=True)
-        for old, new in reversed([*pairwise(names)]):
-            if old.exists():
-                old.rename(new)
 
     def _open(self) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
@@ -146,6 +152,7 @@ class RotatingFile:
             self._write(MAGIC + b"".join(framed(self._head(self._number), compress=False)))
         except BaseException:
             self.close()
+            self.path.unlink()
             raise
 
 

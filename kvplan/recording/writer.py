@@ -134,14 +134,15 @@ class Recorder:
             )  # fmt: skip
             return [encode(header), *self._templates()]
 
-        self._file = RotatingFile(path, head, max_bytes=max_bytes, files=files)
-        # For the thread: True for new rows, False for the end, an Event to set after writing.
-        # `SimpleQueue.put` is safe in signal handlers, and `Event.set` is not.
-        self._tokens: SimpleQueue[bool | threading.Event] = SimpleQueue()
+        # For the thread: True for new rows, False for the end, an Event to set after writing, None
+        # if there is no file. `SimpleQueue.put` is safe in signal handlers, and `Event.set` is not.
+        self._tokens: SimpleQueue[bool | threading.Event | None] = SimpleQueue()
+        # First: without a thread, the files of an earlier recording keep their names.
+        self._thread = start_thread(f"kvplan-recorder-{cluster_id}", self._write_all)
         try:
-            self._thread = start_thread(f"kvplan-recorder-{cluster_id}", self._write_all)
-        except LLMException:
-            self._file.close()
+            self._file = RotatingFile(path, head, max_bytes=max_bytes, files=files)
+        except BaseException:
+            self._tokens.put(None)
             raise
         _recorders.add(self)
 
@@ -316,9 +317,10 @@ class Recorder:
 
     def _write_all(self) -> None:
         tokens = self._tokens
-        token: bool | threading.Event = True
+        token: bool | threading.Event | None = True
         while token is not False:
-            token = tokens.get()
+            if (token := tokens.get()) is None:
+                return
             if token is True:
                 with suppress(Empty):
                     token = tokens.get(timeout=_INTERVAL_S)

@@ -7,15 +7,13 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Final
 
 from kvplan.serving.book import LeaseBook, NotYetError
-from kvplan.serving.messages import MAX_REASON, Ask, Handle, Message, Refusal, grants, peer_log
-from kvplan.serving.pusher import Goal, Pusher
+from kvplan.serving.messages import MAX_REASON, Ask, Handle, Message, Refusal, grants
+from kvplan.serving.pusher import MAX_GOAL_NBYTES, PART_NBYTES, Goal, Pusher
 from kvplan.serving.tables import GroupLease, encode_leases
 from kvplan.serving.tasks import ExchangeOptions, PeerThreads, Tasks
 from kvplan.status import LLMException
 
 MAX_WAITING: Final = 4096  # asks of one consumer
-MAX_GOAL_NBYTES: Final = 16 << 20  # of the goals of one consumer's unanswered asks
-PART_NBYTES: Final = 64  # overhead of a part
 
 
 class _Consumer:
@@ -72,12 +70,12 @@ class Asks:
             try:
                 goal = Goal.from_bytes(data)
             except LLMException as error:
-                self._refuse(cluster_id, ask, str(error.args[0]))
+                self._refuse(cluster_id, ask.number, str(error.args[0]))
                 return
             if goal.lease.cluster_id != cluster_id:
                 self._refuse(
                     cluster_id,
-                    ask,
+                    ask.number,
                     f"its goal is a lease of cluster {goal.lease.cluster_id}, but must be a lease "
                     f"of the asking cluster {cluster_id}",
                 )
@@ -95,7 +93,7 @@ class Asks:
     def end_waiting(self, cluster_id: int, transfer: str) -> None:
         """Refuse the asks of a consumer that no longer needs a transfer."""
         for ask in self._forget_all(cluster_id, transfer):
-            self._refuse(cluster_id, ask, f"cluster {cluster_id} does not need it any more")
+            self._refuse(cluster_id, ask.number, f"cluster {cluster_id} does not need it any more")
 
     def clusters(self) -> set[int]:
         """Return the consumers with unanswered asks."""
@@ -111,11 +109,13 @@ class Asks:
     def _answer(self, cluster_id: int, ask: Ask, goal: Goal | None = None, nbytes: int = 0) -> None:
         """Grant an ask, refuse it, or let it wait."""
         if ask.instance != self._instance:
-            self._refuse(cluster_id, ask, "the request belongs to the process before a restart")
+            self._refuse(
+                cluster_id, ask.number, "the request belongs to the process before a restart"
+            )
             return
         handle = Handle.of(ask.handle)
         if handle is None and not ask.transfer:
-            self._refuse(cluster_id, ask, "the ask names neither a handle nor a transfer")
+            self._refuse(cluster_id, ask.number, "the ask names neither a handle nor a transfer")
             return
         try:
             handle, leases = self._book.leases_of(handle, ask.digest, ask.transfer)
@@ -124,7 +124,7 @@ class Asks:
             if waits and goal is not None:
                 self._pusher.add(cluster_id, ask.number, ask.transfer, ask.digest, goal)
         except LLMException as error:
-            self._refuse(cluster_id, ask, str(error.args[0]))
+            self._refuse(cluster_id, ask.number, str(error.args[0]))
         else:
             self._tasks.spawn(self._grant(cluster_id, ask, handle, leases), cluster_id)
 
@@ -134,15 +134,15 @@ class Asks:
         known, replaced = consumer.waiting.get(ask.number, (name, 0))
         if known != name:  # its push would stay when the ask is replaced
             reason = f"its number is that of a waiting ask for {known}"
-            self._refuse(cluster_id, ask, reason)
+            self._refuse(cluster_id, ask.number, reason)
             return False
         if len(consumer.waiting) >= MAX_WAITING and ask.number not in consumer.waiting:
             reason = f"{MAX_WAITING} asks of cluster {cluster_id} are waiting, the maximum"
-            self._refuse(cluster_id, ask, reason)
+            self._refuse(cluster_id, ask.number, reason)
             return False
         if nbytes and consumer.nbytes - replaced + nbytes > MAX_GOAL_NBYTES:
             reason = f"waiting goals of cluster {cluster_id} exceed {MAX_GOAL_NBYTES} bytes"
-            self._refuse(cluster_id, ask, reason)
+            self._refuse(cluster_id, ask.number, reason)
             self._drop_idle(cluster_id)
             return False
         self._forget(cluster_id, ask.number)
@@ -179,9 +179,10 @@ class Asks:
         consumer.nbytes += len(ask.data) + PART_NBYTES
         whole = b"".join(consumer.take_parts(ask.number)) if len(parts) >= ask.parts else None
         _, replaced = consumer.waiting.get(ask.number, ("", 0))  # the goal that was sent before
-        while consumer.nbytes - replaced > MAX_GOAL_NBYTES and consumer.parts:  # a part was lost
-            consumer.take_parts(next(iter(consumer.parts)))
-            peer_log.warning("cluster %d: dropped the goal of an ask: too large", cluster_id)
+        while consumer.nbytes - replaced > MAX_GOAL_NBYTES and consumer.parts:  # others were lost
+            oldest = next(iter(consumer.parts))
+            consumer.take_parts(oldest)
+            self._refuse(cluster_id, oldest, f"unread goals exceed {MAX_GOAL_NBYTES} bytes")
         self._drop_idle(cluster_id)
         return whole
 
@@ -217,9 +218,9 @@ class Asks:
         if self.waiting.get(name, {}).get((cluster_id, ask.number)) is ask:
             self._forget(cluster_id, ask.number)
             self._refuse(
-                cluster_id, ask, f"{name} is unknown: it has not finished, or ended long ago"
+                cluster_id, ask.number, f"{name} is unknown: it has not finished, or ended long ago"
             )
 
-    def _refuse(self, cluster_id: int, ask: Ask, reason: str) -> None:
-        refusal = Refusal(ask.number, reason[:MAX_REASON])
+    def _refuse(self, cluster_id: int, number: int, reason: str) -> None:
+        refusal = Refusal(number, reason[:MAX_REASON])
         self._tasks.spawn(self._send(cluster_id, [refusal]), cluster_id)

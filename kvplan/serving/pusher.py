@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
@@ -15,12 +16,14 @@ from kvplan.engine.transfers import AnyLayerTask
 from kvplan.execution.completion import run_aside
 from kvplan.lease import BlockLease, tag_of
 from kvplan.planning.transfer import Rows, Transfer
-from kvplan.serving.messages import Number, peer_log
+from kvplan.serving.messages import Number, peer_log, pieces
 from kvplan.serving.tables import CacheGroup
 from kvplan.serving.tasks import ExchangeOptions
 from kvplan.status import LLMException, invalid
 from kvplan.validation import shown
 
+MAX_GOAL_NBYTES: Final = 16 << 20  # of the goals of one consumer's unanswered asks
+PART_NBYTES: Final = 64  # overhead of a part
 _decoder = msgspec.msgpack.Decoder(tuple[bytes, Number, Number])
 
 
@@ -39,8 +42,14 @@ class Goal:
     first_token: int
 
     def to_bytes(self) -> bytes:
-        """Return the goal as bytes, for messages."""
-        return msgspec.msgpack.encode((self.lease.to_bytes(), self.lease_token, self.first_token))
+        """Return the goal as bytes, for messages; refuse one that no producer would keep."""
+        data = msgspec.msgpack.encode((self.lease.to_bytes(), self.lease_token, self.first_token))
+        if len(data) + PART_NBYTES * len(pieces(data)) > MAX_GOAL_NBYTES:
+            raise invalid(
+                f"the list of {len(self.lease.blocks)} blocks that lack tokens has {len(data)} "
+                f"bytes, more than fit; fetch fewer, or with push=False"
+            )
+        return data
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Goal:

@@ -102,3 +102,16 @@ def test_an_engine_whose_link_is_busy_stays_connected_and_can_be_disconnected_la
     connections.disconnect(NAME, 1000)
     with refused("LLM_NOT_YET_LINK", "is not connected"):
         connections.cluster_of(NAME)
+
+
+def test_an_engine_that_was_never_reached_leaves_nothing_behind() -> None:
+    """A program that lives long may ask for a new address each minute."""
+
+    def where(name: str) -> tuple[Endpoint, int]:
+        return Endpoint.parse(name), CLUSTER
+
+    connections = Connections(cast(LlmDataDist, Engine()), where, Log("kvplan.test"))
+    for port in range(1, 100):
+        with refused("LLM_NOT_YET_LINK", "is not connected"):
+            connections.disconnect(f"127.0.0.1:{port}", 1000)
+    assert not connections._busy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import shutil
 import threading
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.ascend.simulator import Controls, Log, found
 
 OLD = VARIANT == "8.1"
 PAGE = mmap.PAGESIZE
+PHYSICAL = "rtGetDevicePhyIdByIndex" if OLD else "aclrtGetPhyDevIdByLogicDevId"
 
 
 # ---- the library ----
@@ -63,6 +65,26 @@ def test_a_device_that_does_not_exist(simulator: Controls) -> None:
     ) as caught:
         AclLibrary.load().device(99)
     assert (caught.value.code, caught.value.status) == (107001, KVN_INVALID)
+
+
+def test_a_property_that_is_unknown_leaves_no_text(
+    simulator: Controls, device: Device, tmp_path: Path
+) -> None:
+    """ACL keeps the text of an error until it is taken: the next error would show it, too."""
+    library = device.library
+    copy = tmp_path / Path(library.path).name
+    shutil.copyfile(library.path, copy)  # beside no file that has the version
+    for call, ask in (
+        ("aclrtGetVersion", lambda: AclLibrary.load(str(copy))),
+        ("aclrtGetSocName", library.soc_name),
+        (PHYSICAL, lambda: device.physical_id),
+    ):
+        simulator.add_fault(f"{call}:1=507899")
+        ask()
+        assert not simulator.faults_left(), call
+        with pytest.raises(AclError) as caught:
+            library.device(99)
+        assert call not in str(caught.value)
 
 
 # ---- devices ----

@@ -141,12 +141,16 @@ ACL aclrtDeviceDisablePeerAccess(int32_t peer) { return change_peer_access(__fun
 ACL rtGetDevicePhyIdByIndex(uint32_t logical, uint32_t *physical);
 
 ACL rtGetDevicePhyIdByIndex(uint32_t logical, uint32_t *physical) {
+    sim_call call;
     sim_settings settings = sim_settings_now();
-    if (logical >= (uint32_t)settings.num_devices || !physical) {
-        return SIM_DEVICE_ID;
+    int code = acl_enter(&call, __func__);
+    if (!code && (logical >= (uint32_t)settings.num_devices || !physical)) {
+        code = sim_error(SIM_DEVICE_ID, "there is no device %u", logical);
     }
-    *physical = (uint32_t)settings.physical[logical];
-    return 0;
+    if (!code) {
+        *physical = (uint32_t)settings.physical[logical];
+    }
+    return sim_leave(&call, code, "%s", "");
 }
 
 #if KVSIM_CANN >= 805

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from kvplan import hixl
 from kvplan.hixl import TransferOp, TransferOpDesc, TransferStatus
+from tests.hixl.conftest import MakeEngine
 from tests.hixl.peer import Peer
-from tests.hixl.places import Memory, Place, pattern, registered
+from tests.hixl.places import Memory, Place, free_name, pattern, registered
 from tests.hixl.test_faults import ended
 
 LONG_MS = 30_000
@@ -86,6 +89,53 @@ def test_what_is_submitted_while_its_memory_is_deregistered_has_stopped_then(
         for thread in threads:
             thread.join()
     assert (array == 7).all()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_no_byte_moves_after_a_disconnect_from_a_peer_that_keeps_the_link(
+    make_engine: MakeEngine,
+    peer: Peer,
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    asynchronous: bool,
+) -> None:
+    """Another thread has found the connection, but has not begun its transfer."""
+    own = free_name()
+    engine = make_engine(own)
+    memory, datadist = registered(engine, place), engine.datadist
+    assert engine.connect(peer.name, LONG_MS) == hixl.SUCCESS
+    assert peer.run("result = engine.connect(name, 10_000)", name=own) == hixl.SUCCESS
+    one = [TransferOpDesc(memory.address, peer.address, BLOCK)]
+    peer.fill(5)
+    found, goes_on = threading.Event(), threading.Event()
+
+    def held(verb: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            found.set()
+            assert goes_on.wait(LONG_MS / 1000)
+            return verb(*args, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for verb in ("run", "submit"):
+            patch.setattr(datadist, verb, held(getattr(datadist, verb)))
+        with ThreadPoolExecutor(2) as threads:
+            if asynchronous:
+                moving = threads.submit(engine.transfer_async, peer.name, hixl.READ, one)
+            else:
+                moving = threads.submit(engine.transfer_sync, peer.name, hixl.READ, one, LONG_MS)
+            assert found.wait(LONG_MS / 1000)
+            early = engine.disconnect(peer.name, 50)
+            ending = threads.submit(engine.disconnect, peer.name, LONG_MS)
+            goes_on.set()
+            assert early == hixl.TIMEOUT  # it is still connected
+            assert ending.result() == hixl.SUCCESS
+            memory.array[:] = 7
+            moving.result()
+    assert (memory.array == 7).all()
+    assert engine.transfer_sync(peer.name, hixl.READ, one, LONG_MS) == hixl.NOT_CONNECTED
+    assert peer.run("result = engine.disconnect(name, 10_000)", name=own) == hixl.SUCCESS
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

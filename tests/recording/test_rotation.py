@@ -17,6 +17,7 @@ from kvplan.recording import Dropped, read
 from kvplan.recording.files import RotatingFile
 from kvplan.recording.format import LENGTH
 from tests.recording.operations import PLAN, SMALLEST, record, recorder, tags
+from tests.support import lone_user
 from tests.support.refusals import refused
 from tests.support.rights import denying
 
@@ -199,6 +200,46 @@ def test_a_file_that_cannot_be_begun_is_not_in_use(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         RotatingFile(path, interrupted, max_bytes=SMALLEST, files=4)
     RotatingFile(path, lambda number: [b"head"], max_bytes=SMALLEST, files=4).close()
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_a_recording_that_cannot_begin_leaves_those_of_before_in_their_places(tmp_path, files):
+    """Such as on a full disk, where a program tries again."""
+    path = tmp_path / "a.kvrec"
+    for name in ("one", "two")[-files:]:
+        with recorder(path, files=files) as writer:
+            record(writer, PLAN, name)
+
+    def full(number):
+        raise OSError("no space")
+
+    for _ in range(3):
+        with pytest.raises(OSError, match="no space"):
+            RotatingFile(path, full, max_bytes=SMALLEST, files=files)
+    assert [tags(each) for each in sorted(tmp_path.iterdir())] == [["two"], ["one"]][:files]
+
+
+def test_without_a_thread_the_files_of_before_stay_in_their_places():
+    lone_user.run("""
+        import tempfile
+        from pathlib import Path
+        from tests.recording.operations import PLAN, record, recorder, tags
+        from tests.support.lone_user import allow_threads, become
+        from tests.support.refusals import refused
+
+        become()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "a.kvrec")
+            for name in ("one", "two"):
+                with recorder(path) as writer:
+                    record(writer, PLAN, name)
+            allow_threads(1)
+            for _ in range(3):
+                with refused("LLM_OUT_OF_MEMORY", "kvplan-recorder"):
+                    recorder(path)
+            found = [tags(each) for each in sorted(path.parent.iterdir())]
+            assert found == [["two"], ["one"]], found
+    """)
 
 
 FULL = """

@@ -12,9 +12,9 @@ import pytest
 
 from kvplan import BlockLease
 from kvplan.serving import ExchangeOptions, Handle, LeaseBook, asks
-from kvplan.serving.asks import PART_NBYTES, Asks
+from kvplan.serving.asks import Asks
 from kvplan.serving.messages import Ask, Grant, Message, Refusal
-from kvplan.serving.pusher import Goal, Pusher
+from kvplan.serving.pusher import PART_NBYTES, Goal, Pusher
 from kvplan.serving.tasks import PeerThreads, Tasks
 
 from .test_book import CACHE, Engine, handle
@@ -132,6 +132,7 @@ class Machine:
         limit = MAX_GOAL_NBYTES + (0 if waits is None else len(waits.goal))
         while self.nbytes(key[0]) > limit and (of := self.parts_of(key[0])):
             del self.parts[of[0]]
+            self.expected.append((*of[0], False))
         return key in self.parts or ask.part + 1 == ask.parts
 
     def parts_of(self, cluster_id: int) -> list[tuple[int, int]]:

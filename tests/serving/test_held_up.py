@@ -13,9 +13,8 @@ import pytest
 
 from kvplan import BlockLease, ClusterInfo, LayerTask, Transfers
 from kvplan.serving import Chunk, Handle, Source, Target, token_digest
-from kvplan.serving.asks import MAX_GOAL_NBYTES
 from kvplan.serving.messages import Ask, encode, pieces
-from kvplan.serving.pusher import Goal
+from kvplan.serving.pusher import MAX_GOAL_NBYTES, Goal
 from kvplan.serving.tables import Place
 from tests.faults.gate import Gate
 from tests.serving.test_exchange import MakePeer, MakeWorker

@@ -8,7 +8,7 @@ from threading import Event
 
 import pytest
 
-from kvplan.serving import Place, PullResult, Target
+from kvplan.serving import Place, PullResult, Target, asks, pusher
 from tests.serving.peer import Peer
 from tests.serving.test_exchange import MakePeer, MakeWorker, failed
 from tests.serving.worker import Worker, reference
@@ -52,6 +52,23 @@ def test_what_is_computed_in_chunks_is_there_when_it_is_whole(
     assert peer.run("result = tags") == {NAME}
     assert peer.worker.freed() == {"request-11"}
     assert peer.run("result = worker.exchange._pusher.transfers()") == []
+    assert consumer.engine.leases() == []
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_goal_that_is_too_large_is_refused_at_once(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, here: bool
+) -> None:
+    """By the consumer; by a producer with less room, or with the goals of other requests."""
+    producer = make_worker(1, push=True)
+    consumer = make_worker(push=True, blocks=4000, block_tokens=1)
+    monkeypatch.setattr(asks, "MAX_GOAL_NBYTES", 7000)
+    if here:
+        monkeypatch.setattr(pusher, "MAX_GOAL_NBYTES", 7000)
+    wanted = reference([producer.source], 0, 11, 21, transfer=NAME)
+    found = consumer.fetch(wanted, [*range(4000)])
+    expected = "fetch fewer, or with push=False" if here else "unread goals exceed 7000 bytes"
+    assert expected in str(found.error)
     assert consumer.engine.leases() == []
 
 

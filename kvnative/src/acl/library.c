@@ -77,13 +77,22 @@ const char *kvn_acl_library_soc(const kvn_acl_library *library)
 {
     const char *name = library->calls.aclrtGetSocName();
 
-    return name ? name : "";
+    if (name)
+        return name;
+    kvn_acl_forget(&library->calls);
+    return "";
 }
 
 bool kvn_acl_library_interface(const kvn_acl_library *library, int32_t version[3])
 {
-    return library->calls.aclrtGetVersion &&
-           library->calls.aclrtGetVersion(&version[0], &version[1], &version[2]) == KVN_ACL_OK;
+    const kvn_acl *acl = &library->calls;
+
+    if (!acl->aclrtGetVersion)
+        return false;
+    if (acl->aclrtGetVersion(&version[0], &version[1], &version[2]) == KVN_ACL_OK)
+        return true;
+    kvn_acl_forget(acl);
+    return false;
 }
 
 /* Before 8.5 only the runtime below ACL has this call. ACL depends on it, so dlsym finds its symbols. */
@@ -93,8 +102,12 @@ static bool ask_runtime(const kvn_acl_library *library, int32_t logical, int32_t
     uint32_t number = 0;
 
     *(void **)&get_number = kvn_library_find(library->files, KVN_ACL_MAX_FILES, "rtGetDevicePhyIdByIndex");
-    if (!get_number || get_number((uint32_t)logical, &number) != 0)
+    if (!get_number)
         return false;
+    if (get_number((uint32_t)logical, &number) != 0) {
+        kvn_acl_forget(&library->calls);
+        return false;
+    }
     *physical = (int32_t)number;
     return true;
 }
