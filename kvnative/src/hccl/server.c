@@ -78,14 +78,16 @@ int kvn_hixl_server_open(kvn_hccl *hccl, const kvn_device *device, const kvn_hix
 
 int kvn_hixl_server_close(kvn_hixl_server *server, kvn_failure *failure)
 {
-    void *handle = server->handle, *previous;
+    void *handle, *previous;
     kvn_hixl_status result;
 
+    pthread_mutex_lock(&server->hccl->registry);
+    handle = server->handle;
+    if (handle)
+        take_out(server);
+    pthread_mutex_unlock(&server->hccl->registry);
     if (!handle)
         return KVN_OK;
-    pthread_mutex_lock(&server->hccl->registry);
-    take_out(server);
-    pthread_mutex_unlock(&server->hccl->registry);
     if (kvn_device_enter(server->device, &previous, failure) != KVN_OK)
         return failure->status; /* HIXL cannot be called without a context: the server leaks */
     result = server->hccl->hixl.server_destroy(handle);
