@@ -274,4 +274,4 @@ def test_a_peer_that_was_killed(engines: Pair) -> None:
 
 
 def test_a_server_that_two_threads_close_is_destroyed_once(tmp_path: Path) -> None:
-    compiled(tmp_path, "tests/ascend/servers_main.c")("closed_by_two")
+    compiled(tmp_path, "tests/ascend/shared_main.c")("closed_by_two")
