@@ -393,7 +393,7 @@ class TestFailures:
             task.open(layer, taken(device, compute))
         wait_until(lambda: len(sim_log.calls(LAUNCH)) == 2)
         task.open(3)
-        report = task.wait(FOREVER)
+        report = task.wait(FOREVER, give_up=False)
         assert (report.status, report.failed) == (KVN_UNMAPPED, 3)
         compute.release()
         compute.settle()
