@@ -15,7 +15,7 @@ import pytest
 from kvnative._acl import AclError, AclLibrary
 from kvnative._backend import KVN_INVALID, KVN_NO_DEVICE_MEMORY, NativeError
 from kvnative._device import Device, DeviceBuffer
-from kvnative._pinned import Pinned, pin
+from kvnative._pinned import Pinned, pin, pinned_by
 from tests.ascend.acl_cases import VARIANT
 from tests.ascend.simulator import Controls, Log, found
 
@@ -231,6 +231,20 @@ def test_pinning(device: Device, simulator: Controls, sim_log: Log) -> None:
     again.close()
     del beside
     assert simulator.left() == {}
+
+
+def test_whole_pages_are_pinned(device: Device, sim_log: Log) -> None:
+    """The driver maps nothing else; what the caller has pinned is only what was asked for."""
+    pages = np.frombuffer(mmap.mmap(-1, 3 * PAGE), np.uint8)
+    start = pages.ctypes.data
+    sim_log.restart()
+    pinned = pin(device, start, PAGE + 1)
+    (call,) = sim_log.calls("aclrtHostRegister" if OLD else "aclrtHostRegisterV2")
+    assert (call.fields["address"], call.fields["bytes"]) == (start, 2 * PAGE)
+    assert pinned_by(device, start, PAGE + 1) == "pin"
+    for beyond in ((start, PAGE + 2), (start + PAGE, 2), (start + 2 * PAGE, 1)):
+        assert pinned_by(device, *beyond) == ""
+    pinned.close()
 
 
 def test_objects_that_cannot_be_pinned_are_refused(device: Device, simulator: Controls) -> None:

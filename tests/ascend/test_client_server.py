@@ -13,6 +13,7 @@ import pytest
 from kvnative._backend import KVN_OK
 from tests.ascend.hccl_side import BLOCK, BLOCKS, TENSORS, moved
 from tests.ascend.simulator import ELSEWHERE, Log
+from tests.support.compiled import compiled
 from tests.support.peer import Peer, Remote, RemoteError
 
 SHAPE = TENSORS, BLOCKS, BLOCK
@@ -301,3 +302,7 @@ def test_a_peer_that_was_killed(engines: Pair) -> None:
     engines.two.peer.kill()
     assert engines.one.pull(1, 1, 1) == "LLM_LINK_FAILED"
     assert engines.one.close() == {}
+
+
+def test_a_server_that_two_threads_close_is_destroyed_once(tmp_path: Path) -> None:
+    compiled(tmp_path, "tests/ascend/shared_main.c")("closed_by_two")

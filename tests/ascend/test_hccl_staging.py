@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kvnative._backend import (
     KVN_TIMEOUT,
 )
 from tests.ascend.hccl_ends import A2, A950, Connection, Ends, ends_on, reversed_pieces
+from tests.support.compiled import compiled
 from tests.support.peer import RemoteError
 
 NBYTES = 1 << 20
@@ -268,3 +270,7 @@ def test_copies_whose_stream_cannot_be_stopped_are_waited_for(
     assert report.status == KVN_OK, report
     assert ends[0].left() == before  # the stream is not one too many, which would copy still
     ends[0].free(local)
+
+
+def test_a_transfer_for_which_no_thread_starts_leaves_its_buffer_set(tmp_path: Path) -> None:
+    compiled(tmp_path, "tests/ascend/shared_main.c")("claimed_without_a_thread")

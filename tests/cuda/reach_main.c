@@ -112,6 +112,67 @@ static void several_users(void)
     }
 }
 
+enum { KNOWN_PIECES = 2 };
+
+static unsigned num_asked, known_type;
+
+/* Adjacent mappings without a context, as of torch's expandable segments, and nothing behind the last one. */
+static CUresult know_pieces(unsigned count, int *asked, void **values, CUdeviceptr address)
+{
+    if (count == 1)
+        return KVN_CUDA_OK + 1; /* of no pool */
+    num_asked++;
+    CHECK(asked[0] == KVN_CUDA_POINTER_MEMORY_TYPE && asked[5] == KVN_CUDA_POINTER_RANGE_START);
+    *(unsigned *)values[0] = address < ADDRESS + KNOWN_PIECES * NBYTES ? known_type : 0;
+    return KVN_CUDA_OK;
+}
+
+static CUresult say_piece(CUdeviceptr *start, size_t *nbytes, CUdeviceptr address)
+{
+    *start = address / NBYTES * NBYTES;
+    *nbytes = NBYTES;
+    return KVN_CUDA_OK;
+}
+
+/* Every piece counts, also behind one that only the driver's copies reach: they would fail in a hole, and end the
+ * context. */
+static void least_of_all_pieces(void)
+{
+    static const struct {
+        unsigned long long access;
+        int whole, beyond;
+    } rows[] = {
+        {KVN_CUDA_ACCESS_READ_WRITE, KVN_CUDA_REACHED, KVN_CUDA_UNMAPPED},
+        {1, KVN_CUDA_COPIED, KVN_CUDA_UNMAPPED},
+    };
+
+    begin();
+    library.calls.cuPointerGetAttributes = know_pieces;
+    library.calls.cuMemGetAddressRange_v2 = say_piece;
+    known_type = KVN_CUDA_MEMORY_HOST + 1;
+    said.of_access = KVN_CUDA_OK;
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        kvn_cuda_ranges ranges = {.device = &device};
+
+        said.access = rows[i].access;
+        CHECK((int)kvn_cuda_reach_of(&ranges, ADDRESS, KNOWN_PIECES * NBYTES) == rows[i].whole);
+        CHECK((int)kvn_cuda_reach_of(&ranges, ADDRESS + 1, KNOWN_PIECES * NBYTES) == rows[i].beyond);
+    }
+}
+
+/* A driver that names no range is not asked for each byte. */
+static void asked_once_without_a_range(void)
+{
+    kvn_cuda_ranges ranges = {.device = &device};
+
+    begin();
+    library.calls.cuPointerGetAttributes = know_pieces;
+    known_type = KVN_CUDA_MEMORY_HOST;
+    num_asked = 0;
+    CHECK(kvn_cuda_reach_of(&ranges, ADDRESS, NBYTES) == KVN_CUDA_COPIED);
+    CHECK(num_asked == 1);
+}
+
 static kvn_cuda_watch *watch_of(uint64_t first, uint64_t last, uint64_t id)
 {
     kvn_cuda_watch *watch = calloc(1, sizeof *watch + sizeof *watch->parts);
@@ -152,6 +213,8 @@ int main(int count, char **arguments)
         {"mapped_access", mapped_access},
         {"other_gpus", other_gpus},
         {"several_users", several_users},
+        {"least_of_all_pieces", least_of_all_pieces},
+        {"asked_once_without_a_range", asked_once_without_a_range},
         {"registered_again", registered_again},
     };
 

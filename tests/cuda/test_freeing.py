@@ -48,6 +48,13 @@ device.allocate(GRANULE)  # and free it: all of this goes on
 assert device.memory()[0] == full - GRANULE
 compute.release()
 wait_until(lambda: device.memory()[0] == full + 2 * GRANULE)
+
+def is_freed_on_return():
+    device.allocate(GRANULE)
+    return device.memory()[0] == full + 2 * GRANULE
+
+wait_until(is_freed_on_return)
+assert all(is_freed_on_return() for _ in range(50)), "late work is not held against later frees"
 """
 
 CLOSED = """

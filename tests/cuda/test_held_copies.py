@@ -22,6 +22,7 @@ from tests.cuda.held import LAUNCH, MODULE, SINGLE, begin, taken
 from tests.cuda_sim.simulator import CudaControls
 from tests.datadist.layers import wait_until
 from tests.device.compute import Compute, compute_on, handle_of
+from tests.native.writers import Here
 
 ISSUES = (LAUNCH, SINGLE, "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2")
 ORDERED = 4  # transfers of a direction that wait on streams
@@ -367,8 +368,14 @@ class TestFailures:
         compute.settle()
         assert (case.target == UNTOUCHED).all()
 
+    @pytest.mark.parametrize("is_announced", [False, True])
     def test_a_layer_that_fails_ends_those_that_wait(
-        self, device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log
+        self,
+        device: Device,
+        cuda_simulator: CudaControls,
+        compute: Compute,
+        sim_log: Log,
+        is_announced: bool,
     ) -> None:
         case = between(device, cuda_simulator, "device_to_device", [64] * 4)
         targets = case.dst_offsets + np.uint64(case.sides[1].address)
@@ -376,14 +383,17 @@ class TestFailures:
         descriptors = Descriptors.from_columns(
             targets, case.src_offsets + np.uint64(case.sides[0].address), case.nbytes
         )
+        backend, here = device.backend("device_to_device"), Here()
+        if is_announced:
+            backend = here.writer().around(backend, here.registered)
         compute.hold()
         sim_log.restart()
-        task = Executor(device.backend("device_to_device")).layered(descriptors, 1)
+        task = Executor(backend).layered(descriptors, 1)
         for layer in (0, 2):
             task.open(layer, taken(device, compute))
         wait_until(lambda: len(sim_log.calls(LAUNCH)) == 2)
         task.open(3)
-        report = task.wait(FOREVER)
+        report = task.wait(FOREVER, give_up=False)
         assert (report.status, report.failed) == (KVN_UNMAPPED, 3)
         compute.release()
         compute.settle()

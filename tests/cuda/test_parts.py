@@ -13,7 +13,11 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
 
 
 @pytest.mark.parametrize(
-    "name", ["mapped_access", "other_gpus", "several_users", "registered_again"]
+    "name",
+    [
+        *("mapped_access", "other_gpus", "several_users", "least_of_all_pieces"),
+        *("asked_once_without_a_range", "registered_again"),
+    ],
 )
 def test_reach(check: Check, name: str) -> None:
     check(name)

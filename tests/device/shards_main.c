@@ -1,4 +1,5 @@
-/* Checks of what a request comes to whose shards end in any order, each in its own way. */
+/* Checks of what a request comes to whose shards end in any order, each in its own way, and of refused requests. */
+#include "device/stream_backend.c"
 #include "device/stream_request.c"
 
 #include <stdio.h>
@@ -114,10 +115,66 @@ static void none_begins_after_a_failure(void)
     kvn_stream_request_release(NULL, request);
 }
 
+static kvn_device device;
+static kvn_channel_job *submitted;
+static bool has_thread;
+
+kvn_device *kvn_channel_device(const kvn_channel *channel)
+{
+    (void)channel;
+    return &device;
+}
+
+int kvn_channel_begin(kvn_device *of, kvn_channel **out, kvn_failure *failure)
+{
+    if (!has_thread)
+        return kvn_fail(failure, KVN_NO_MEMORY, EAGAIN, "no thread");
+    *out = (kvn_channel *)of;
+    return KVN_OK;
+}
+
+void kvn_channel_submit(kvn_channel *channel, kvn_channel_job *job)
+{
+    CHECK(channel == (kvn_channel *)&device);
+    submitted = job;
+}
+
+/* What is refused behind an event leaves its stream to the next: as often as there are streams, and once more. */
+static void refused_behind_an_event(void)
+{
+    static const uint64_t too_large[] = {UINT64_MAX, 1};
+    kvn_channel *channels[] = {(kvn_channel *)&device};
+    kvn_gate gate = {NULL};
+    kvn_stream_backend backend;
+    kvn_request *request;
+    kvn_report report;
+    kvn_channel_fault fault;
+    kvn_columns batch = {.dst = nbytes, .src = nbytes, .nbytes = nbytes, .count = 1, .after = &gate};
+
+    CHECK(kvn_stream_backend_init(&backend, "said", NULL, channels, 1, NULL) == 0);
+    for (int i = 0; i <= KVN_ORDERED_CHANNELS; i++)
+        CHECK(submit(&backend.base, &batch, &request, &report) == KVN_NO_MEMORY);
+    has_thread = true;
+    batch.nbytes = too_large;
+    batch.count = 2;
+    for (int i = 0; i <= KVN_ORDERED_CHANNELS; i++)
+        CHECK(submit(&backend.base, &batch, &request, &report) == KVN_INVALID);
+    batch.nbytes = nbytes;
+    kvn_channel_fault_begin(&fault);
+    for (int i = 0; i <= KVN_ORDERED_CHANNELS; i++) {
+        CHECK(submit(&backend.base, &batch, &request, &report) == KVN_OK);
+        kvn_stream_shard_settle((kvn_stream_shard *)submitted, KVN_OK, &fault);
+        kvn_stream_request_release(&backend.base, request);
+    }
+}
+
 int main(int count, char **arguments)
 {
-    static const check_row rows[] = {{"endings_in_any_order", endings_in_any_order},
-                                     {"none_begins_after_a_failure", none_begins_after_a_failure}};
+    static const check_row rows[] = {
+        {"endings_in_any_order", endings_in_any_order},
+        {"none_begins_after_a_failure", none_begins_after_a_failure},
+        {"refused_behind_an_event", refused_behind_an_event},
+    };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);
 }

@@ -283,6 +283,21 @@ class TestPoints:
         assert held.wait(FOREVER).status == KVN_OK
         assert not held.held
 
+    def test_one_that_was_given_up_holds_up_no_later_one(
+        self, device: Device, simulator: Controls, compute: Compute
+    ) -> None:
+        """What it was taken with waits on the device, and is not used again before it is there."""
+        backend, case = case_of(device, simulator, "host", pinned=True)
+        executor = Executor(backend)
+        compute.hold()
+        for way in (taken, lambda *of: device.take_stream(of[1].handle)):
+            given_up = way(device, compute)
+            del given_up
+            other = compute_on(simulator)
+            assert_moves(executor, case, way(device, other))
+            other.close()
+        compute.release()
+
     def test_they_are_used_again(
         self, device: Device, simulator: Controls, compute: Compute, sim_log: Log
     ) -> None:

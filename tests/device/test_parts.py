@@ -25,6 +25,7 @@ from tests.support.compiled import compiled
         ("events", "used_for_another_stream"),
         ("shards", "endings_in_any_order"),
         ("shards", "none_begins_after_a_failure"),
+        ("shards", "refused_behind_an_event"),
     ],
 )
 def test_device(tmp_path_factory: pytest.TempPathFactory, source: str, name: str) -> None:

@@ -19,7 +19,7 @@ from kvnative._rows import RowLowering
 from kvplan import Rows, Transfer
 from kvplan.execution.binding import bind
 from kvplan.execution.rows import RowRequests
-from tests.execution.row_requests import cache, columns, forms
+from tests.execution.row_requests import ROW, cache, columns, forms
 from tests.support.plans import lower_natively
 
 HOSTILE = [-1, -(2**63), 2**63 - 1, 2**63, 2**64, 10**30, 2**31, True]
@@ -124,7 +124,13 @@ def test_block_tables_are_arrays_of_integers_of_any_width(kind: str, width: int)
     (source, src), (target, dst) = cache(200), cache(200)
     there, here = [100, 0, 7, 127], [1, 126, 0, 5]
     tables = [np.array(value, f"{kind}{width}") for value in (there, here)]
+    base, one = np.array([1 << 40], np.uint64), (200, 1, ROW, ROW, 0, False)
+    direct = RowLowering(base, base, one, one, ROW, (), None, 200 * ROW, 200 * ROW)
+    expected = direct.lower(there, here)
     for given_rows in (tables, [np.repeat(table, 3)[::3] for table in tables]):
+        found = direct.lower(*given_rows)  # which copies no table before
+        assert found is not None
+        assert columns(found[0]) == columns(expected[0])
         arguments = "pull_blocks", "B2B", source, target, src, dst, *given_rows
         bound = lower_natively(RowRequests(), *arguments)
         assert bound is not None

@@ -1,9 +1,11 @@
 /* Announcements of writers at moments that only C can choose. */
 #include <unistd.h>
 
+#include "core/thread.h"
 #include "host/writers.h"
 #include "process/guarded.h"
 
+#include "asleep.h"
 #include "said.h"
 /* ---- announcements ---- */
 
@@ -139,12 +141,57 @@ static void late_is_forgiven(void)
     kvn_generations_close(&table);
 }
 
+static void *drain_patiently(void *writers)
+{
+    kvn_ticket left[KVN_WRITER_TICKETS];
+    uint64_t next = 0;
+
+    other = gettid();
+    return (void *)kvn_writers_drain(writers, kvn_now_ns() + INT64_C(30000000000), &next, left);
+}
+
+/* An owner waits for the tickets that it has found, and not for those that replace them meanwhile in other places. */
+static void renewed_beside_a_wait(void)
+{
+    kvn_generations table;
+    kvn_writers writers;
+    kvn_writer writer;
+    kvn_failure failure;
+    kvn_fault fault;
+    kvn_announcement announced;
+    kvn_word word;
+    pthread_t thread;
+    void *left;
+
+    CHECK(kvn_generations_create(1, 0, &table, &failure) == KVN_OK);
+    CHECK(kvn_generations_take(&table, false, 0, &word.slot, &word.generation, &failure) == KVN_OK);
+    CHECK(kvn_writers_create(1, &writers, &failure) == KVN_OK);
+    CHECK(kvn_writer_open(getpid(), table.memory.fd, table.memory.inode, 1, writers.memory.fd, writers.memory.inode,
+                          1, (uintptr_t)writers.gates, &writer, &failure) == KVN_OK);
+    kvn_guard *guard = kvn_guard_create(&writer, &word, 1);
+    CHECK(kvn_guard_enter(guard, false, 0, &announced, &fault) == KVN_OK);
+    while (announced.place != 0) /* the others come after it */
+        CHECK(kvn_guard_renew(guard, &announced, &failure) == KVN_OK);
+    CHECK(pthread_create(&thread, NULL, drain_patiently, &writers) == 0);
+    wait_until_it_sleeps();
+    CHECK(kvn_guard_renew(guard, &announced, &failure) == KVN_OK);
+    CHECK(announced.place > 0);
+    pthread_join(thread, &left);
+    CHECK(left == NULL && count_tickets(&writers) == 1);
+    kvn_guard_leave(guard, &announced);
+    kvn_guard_destroy(guard);
+    kvn_writer_close(&writer);
+    kvn_writers_close(&writers);
+    kvn_generations_close(&table);
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
         {"renewed_and_left", renewed_and_left},
         {"no_place_in_a_hurry", no_place_in_a_hurry},
         {"late_is_forgiven", late_is_forgiven},
+        {"renewed_beside_a_wait", renewed_beside_a_wait},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

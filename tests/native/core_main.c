@@ -45,6 +45,30 @@ static void merge_spans(void)
     }
 }
 
+/* A report with more spans than fit names too many descriptors, but forgets none, in whichever order they come. */
+static void add_to_a_full_report(void)
+{
+    srand(2);
+    for (int round = 0; round < 500; round++) {
+        static kvn_report report;
+        bool in[4 * KVN_MAX_SPANS] = {false};
+
+        kvn_report_begin(&report);
+        for (int i = 0; i < 2 * KVN_MAX_SPANS; i++) {
+            const uint64_t first = rand() % KVN_COUNT_OF(in);
+            kvn_report_add_span(&report, first, first + 1);
+            in[first] = true;
+        }
+        kvn_report_merge_spans(&report);
+        CHECK(report.num_unconfirmed <= KVN_MAX_SPANS);
+        for (uint32_t i = 0; i < report.num_unconfirmed; i++)
+            for (uint64_t at = report.unconfirmed[i].first; at < report.unconfirmed[i].last; at++)
+                in[at] = false;
+        for (size_t at = 0; at < KVN_COUNT_OF(in); at++)
+            CHECK(!in[at]);
+    }
+}
+
 /* ---- sort ---- */
 
 static uint64_t itself(const void *item, const void *unused)
@@ -215,6 +239,7 @@ int main(int count, char **arguments)
 {
     static const check_row rows[] = {
         {"merge_spans", merge_spans},
+        {"add_to_a_full_report", add_to_a_full_report},
         {"sort_in_one_array", sort_in_one_array},
         {"find_intervals", find_intervals},
         {"find_calls", find_calls},

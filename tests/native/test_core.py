@@ -11,8 +11,8 @@ from tests.support.compiled import Check, compiled
 
 CHECKS = {
     "core": (
-        *("merge_spans", "sort_in_one_array", "find_intervals", "find_calls"),
-        *("rename_process", "first_thread_ends", "thread_blocks_signals"),
+        *("merge_spans", "add_to_a_full_report", "sort_in_one_array", "find_intervals"),
+        *("find_calls", "rename_process", "first_thread_ends", "thread_blocks_signals"),
     ),
     "tasks": (
         *("pass_wakes", "open_wakes", "order_wakes", "gate_fails", "opened_again"),
@@ -32,7 +32,9 @@ CHECKS = {
         *("memory_of_others_has_no_node", "the_right_one_wakes", "a_caller_moves_its_own_first"),
         "an_abort_leaves_the_rest_of_both",
     ),
-    "announced": ("renewed_and_left", "no_place_in_a_hurry", "late_is_forgiven"),
+    "announced": (
+        *("renewed_and_left", "no_place_in_a_hurry", "late_is_forgiven", "renewed_beside_a_wait"),
+    ),
 }
 """Checks by program: `core_main.c`, and so on."""
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvnative._backend import KVN_OK, KVN_PEER_GONE, KVN_UNMAPPED, ThreadPool
 from kvnative._executor import Executor
 from kvnative._host import GenerationTable
-from kvnative._lower import Descriptors
+from kvnative._lower import Descriptors, lower
 from kvnative._process import Peer, process_backend
 from kvnative._report import Report
 from kvnative._task import Revocable, revoke
@@ -286,6 +286,12 @@ def words_of(*words: tuple[int, int]) -> bytes:
     return np.array(words, np.uint64).tobytes()
 
 
+def write_again(descriptors: Descriptors) -> None:
+    """Refused as long as a copy holds them."""
+    lower(*(np.array([], np.uint64),) * 5, descriptors)
+    assert descriptors.count == 0
+
+
 class TestPeer:
     def test_a_check_names_the_first_stale_slot(self) -> None:
         table = GenerationTable(8)
@@ -359,6 +365,8 @@ class TestPeer:
         peer.close()
         with pytest.raises(ValueError, match="closed"):
             peer.copy(few, words_of(held), memory)
+        for item in (few, all_of_it):
+            write_again(item)
 
     @pytest.mark.parametrize("bad", [0, 1, 63])
     def test_a_copy_by_address_is_refused_unless_every_byte_moves(self, bad: int) -> None:
@@ -374,7 +382,9 @@ class TestPeer:
         def copy(count: int) -> str:
             sizes = np.full(count, 8, np.uint64)
             moved = Descriptors.from_columns(here[:count], there[:count], sizes)
-            return peer.copy(moved, words, memory, by_address=True)
+            outcome = peer.copy(moved, words, memory, by_address=True)
+            write_again(moved)
+            return outcome
 
         assert [copy(65), copy(64)] == ["refused", "done"]
         assert target.tolist() == [*range(64), 0]

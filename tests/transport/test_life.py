@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 from kvnative._host import GenerationTable
+from kvnative._lower import lower
 from kvnative._process import Peer
+from kvnative._task import Revocable
 
 SLOTS = 4
 WORD = 2 * 8 * SLOTS + 8  # behind the generations, the deadlines and the kernel's list
@@ -171,6 +173,22 @@ def test_without_a_word_the_system_is_asked() -> None:
         process.wait()
         with pytest.raises(ProcessLookupError, match="has exited"):
             peer.check(words)
+
+
+def test_a_process_that_ends_is_refused_while_the_system_still_shows_it() -> None:
+    """The kernel marks the word first, and closes the descriptors much later."""
+    program = """
+        import ctypes
+        ctypes.c_uint32.from_address(table.address + 2 * 8 * 4 + 8).value |= 0x40000000
+        print("marked", flush=True)
+    """
+    with owner(program) as (process, peer, words):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "marked\n"
+        with pytest.raises(ProcessLookupError, match="ends, or begins to execute another program"):
+            peer.check(words)
+        empty = lower(*(np.array([], np.uint64),) * 5)
+        assert peer.copy(empty, words, Revocable()) == "refused"
 
 
 def test_a_table_that_is_closed_says_nothing_of_its_owner() -> None:

@@ -1,4 +1,4 @@
-/* Checks that the end of an endpoint wakes threads that wait for it. */
+/* Checks that the end of an endpoint wakes threads that wait for it, and that queued work is always begun. */
 #include "ucx/endpoint.c"
 
 #include <sys/syscall.h>
@@ -38,9 +38,54 @@ static void woken_by_the_last(void)
     pthread_mutex_unlock(&worker.progress_lock);
 }
 
+static kvn_ucx_work late;
+static bool is_queued, has_run;
+
+static void run_late(void *unused)
+{
+    (void)unused;
+    has_run = true;
+}
+
+static void run_nothing(void *unused) { (void)unused; }
+
+static unsigned progress_nothing(kvn_ucp_worker_h unused)
+{
+    (void)unused;
+    return 0;
+}
+
+/* As if another thread submitted now: it finds the progress lock taken, and leaves its work to the lock's holder. */
+static kvn_ucs_status arm_late(kvn_ucp_worker_h unused)
+{
+    (void)unused;
+    if (!is_queued) {
+        is_queued = true;
+        kvn_ucx_post(&worker, &late, run_late, NULL);
+        CHECK(!has_run);
+    }
+    return KVN_UCS_OK;
+}
+
+/* Work that is queued after the last look of the lock's holder is begun by it, because no event would come for it. */
+static void begun_by_the_holder(void)
+{
+    static const kvn_ucx calls = {.ucp_worker_progress = progress_nothing, .ucp_worker_arm = arm_late};
+    kvn_ucx_work early;
+
+    worker.calls = &calls;
+    pthread_mutex_init(&worker.mutex, NULL);
+    pthread_mutex_init(&worker.progress_lock, NULL);
+    kvn_ucx_post(&worker, &early, run_nothing, NULL);
+    CHECK(is_queued && has_run);
+}
+
 int main(int count, char **arguments)
 {
-    static const check_row rows[] = {{"woken_by_the_last", woken_by_the_last}};
+    static const check_row rows[] = {
+        {"woken_by_the_last", woken_by_the_last},
+        {"begun_by_the_holder", begun_by_the_holder},
+    };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);
 }

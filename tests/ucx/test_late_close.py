@@ -121,7 +121,7 @@ def test_keys_are_destroyed_after_the_operations_that_use_them(
     assert printed == f"0 0 0\n{KVN_PEER_GONE}\n3 0 {after_close}\n"
 
 
-def test_the_end_of_the_last_endpoint_wakes_a_thread_that_waits(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    compiled(tmp_path_factory.mktemp("closing"), "tests/ucx/closing_main.c")("woken_by_the_last")
+@pytest.mark.parametrize("name", ["woken_by_the_last", "begun_by_the_holder"])
+def test_at_a_moment_of_its_worker(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    """The end of the last endpoint wakes a thread that waits; a lock's holder begins all work."""
+    compiled(tmp_path_factory.mktemp("closing"), "tests/ucx/closing_main.c")(name)

@@ -1,4 +1,4 @@
-"""Tickets of a worker: what only C can look at."""
+"""Tickets of a worker, and the ends of transfers: what only C can look at."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.compiled import compiled
     "name",
     [
         *("after_the_last_number", "gone_at_the_end", "flushed_before_the_end"),
-        "renewed_after_each_round",
+        *("waited_for_before_the_end", "renewed_after_each_round"),
     ],
 )
 def test_tickets(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:

@@ -1,4 +1,4 @@
-/* Checks of the tickets of a worker, which wrap after 2**32, and end with their transfers. */
+/* Checks of the tickets of a worker, which wrap after 2**32, and of the ends of transfers. */
 #include "ucx/transfer.c"
 
 #include "check.h"
@@ -105,6 +105,37 @@ static void flushed_before_the_end(void)
     }
 }
 
+/* UCX writes to a request until its last operation has ended, in whichever phase the transfer was given up. */
+static void waited_for_before_the_end(void)
+{
+    static const kvn_ucx_phase phases[] = {KVN_UCX_CHECKING_BEFORE, KVN_UCX_MOVING, KVN_UCX_CHECKING_AFTER};
+
+    for (size_t i = 0; i < 2 * sizeof phases / sizeof *phases; i++) {
+        kvn_ucx_worker worker = {.wake_fd = -1};
+        kvn_ucx_endpoint endpoint = {.worker = &worker, .handle = (kvn_ucp_ep_h)&worker};
+        const kvn_ucx_route route = {.endpoint = &endpoint, .direction = KVN_PEER_GET};
+        kvn_request *request = calloc(1, sizeof *request);
+        kvn_report report;
+
+        request->route = &route;
+        request->report = &report;
+        request->phase = phases[i / 2];
+        request->free = request->operations;
+        kvn_ucx_add_task(&worker, &request->task, step, request);
+        kvn_ucx_operation *operation = begin(request, 0, 8);
+        if (i % 2)
+            request->why = KVN_CANCELLED;
+        else
+            request->failure.status = KVN_UNMAPPED;
+        CHECK(step(request) == 0 && !atomic_load(&request->finished));
+        complete(operation, KVN_UCS_OK);
+        step(request);
+        CHECK(atomic_load(&request->finished));
+        CHECK(report.status == (i % 2 ? KVN_CANCELLED : KVN_UNMAPPED));
+        free(request);
+    }
+}
+
 /* Who ends what this transfer does not use waits for the round under way alone. */
 static void renewed_after_each_round(void)
 {
@@ -134,6 +165,7 @@ int main(int count, char **arguments)
 {
     static const check_row rows[] = {
         {"flushed_before_the_end", flushed_before_the_end},
+        {"waited_for_before_the_end", waited_for_before_the_end},
         {"after_the_last_number", after_the_last_number},
         {"gone_at_the_end", gone_at_the_end},
         {"renewed_after_each_round", renewed_after_each_round},

@@ -441,10 +441,12 @@ kvn_cuda_reach kvn_cuda_reach_of(kvn_cuda_ranges *ranges, uint64_t address, uint
 {
     kvn_cuda_reach least = KVN_CUDA_REACHED;
 
-    /* Mapped memory may consist of several adjacent ranges. */
-    while (nbytes > 0 && least == KVN_CUDA_REACHED) {
+    /* Mapped memory may consist of several adjacent ranges. If the driver does not report the range, its answer for the
+     * first byte counts for all: asking for each byte would take too long. */
+    while (nbytes > 0 && least > KVN_CUDA_UNMAPPED) {
         const kvn_cuda_range *range = look_up(ranges, address);
-        const uint64_t left = range->last - address;
+        const bool is_byte = range->last - range->first == 1;
+        const uint64_t left = is_byte ? nbytes : range->last - address;
 
         if (range->reach < least)
             least = range->reach;
