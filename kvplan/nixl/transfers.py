@@ -176,9 +176,10 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         with transfer.posting:
             try:
                 return self._posted(reqh, transfer, notif_msg)
-            finally:
-                if reqh not in self._transfers:  # by another thread, or a signal handler
-                    self._stop(transfer)
+            finally:  # released or removed by another thread, or a signal handler
+                is_known = transfer.agent == self.name or transfer.agent in self._remotes
+                if reqh not in self._transfers or not is_known:
+                    self._stop(transfer, "the transfer was released, or its agent removed")
 
     def _posted(self, reqh: int, transfer: _Transfer, notif_msg: bytes | str) -> nixl_status_t:
         """Begin a transfer, and return its state."""
@@ -268,13 +269,12 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         transfer = self._transfers.pop(reqh, None)
         if transfer is not None:
             with transfer.posting:
-                self._stop(transfer)
+                self._stop(transfer, "the transfer was released")
         return _SUCCESS
 
-    def _stop(self, transfer: _Transfer) -> None:
-        """Stop a transfer that was released."""
+    def _stop(self, transfer: _Transfer, reason: str) -> None:
         if (request := transfer.request) is not None:
-            request.task.cancel(LLMException("the transfer was released"))
+            request.task.cancel(LLMException(reason))
 
     def _transfer(self, reqh: int) -> _Transfer:
         transfer = self._transfers.get(reqh)
@@ -286,10 +286,15 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         """Stop all transfers with a remote agent, and forget the agent; idempotent."""
         name = text_of(name)
         with self._mutex:
-            for transfer in list(self._transfers.values()):
-                if transfer.agent == name and (request := transfer.request) is not None:
-                    request.task.cancel(LLMException(f"agent {name!r} was removed"))
-            return super().invalidateRemoteMD(name)
+            self._stop_all(name)
+            super().invalidateRemoteMD(name)
+            self._stop_all(name)  # those that were being posted before
+        return _SUCCESS
+
+    def _stop_all(self, name: str) -> None:
+        for transfer in list(self._transfers.values()):
+            if transfer.agent == name:
+                self._stop(transfer, f"agent {name!r} was removed")
 
     def getXferTelemetry(self, reqh: int) -> nixlXferTelemetry:  # noqa: N802
         """Return the times of a transfer that is done."""

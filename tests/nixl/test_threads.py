@@ -129,6 +129,42 @@ def test_a_transfer_that_is_released_while_it_is_posted_is_stopped(
     agent.agent.close()
 
 
+def test_a_transfer_with_an_agent_that_is_removed_while_it_is_posted_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent, other = nixl_agent("alone"), nixl_agent("other")
+    memory = np.zeros((2, 128 * KIB), np.uint8)
+    ours, theirs = (
+        each.register_memory([(row.ctypes.data, row.nbytes, 0, "")], "DRAM").trim()
+        for each, row in zip((agent, other), memory, strict=True)
+    )
+    agent.add_remote_agent(other.get_agent_metadata())
+    agent.make_connection("other")
+    handle = agent.initialize_xfer("READ", ours, theirs, "other")
+    stopped = threading.Event()
+
+    class Task:
+        done = settled = False
+
+        def cancel(self, reason: object) -> None:
+            stopped.set()
+
+        def wait_done(self, timeout_ms: float) -> bool:
+            return False
+
+    def submit(*_: object, **__: object) -> Task:
+        thread = threading.Thread(target=agent.remove_remote_agent, args=["other"])
+        thread.start()
+        thread.join()
+        return Task()
+
+    monkeypatch.setattr(agent.agent.engine.datadist, "submit", submit)
+    agent.transfer(handle)
+    assert stopped.is_set()
+    for each in (agent, other):
+        each.agent.close()
+
+
 def posted_and_interrupted() -> int:
     """Interrupt a post at each place, and release it: no task goes on."""
     agent, memory = nixl_agent("alone"), np.zeros(2 * KIB, np.uint8)

@@ -28,7 +28,7 @@ MAX_LINES = {
     "links": 3982,
     "llm_datadist": 3827,
     "mooncake": 596,
-    "nixl": 1746,
+    "nixl": 1751,
     "observe": 1649,
     "planning": 5690,
     "recording": 1682,
