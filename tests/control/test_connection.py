@@ -134,6 +134,9 @@ def test_a_frame_is_read_though_sending_has_taken_the_signal_of_its_arrival(
         connection = ends.connection
         await asyncio.get_running_loop().sock_sendall(ends.far, ready())
         await connection.ready()
+        sent = b""
+        while b"READY" not in sent:  # before that a peer may not send a frame
+            sent += await asyncio.get_running_loop().sock_recv(ends.far, 1 << 16)
         while not has_room and connection.try_send(bytes(1 << 16)):
             pass
         connection.drain()  # takes the signals so far

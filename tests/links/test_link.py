@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvplan import LLMException, LLMStatusCode
+from kvplan import CacheKey, LLMException, LLMStatusCode
 from kvplan.control.endpoint import Endpoint
 from kvplan.links import ClusterInfo, IpInfo, LinkState
 from kvplan.transport.local import LocalTransport
@@ -90,6 +90,33 @@ def test_each_cluster_of_a_call_has_its_result(make_end: MakeEnd, end: End) -> N
     assert results.status is LLMStatusCode.LLM_LINK_FAILED
     with pytest.raises(LLMException, match="Connection refused"):
         results.raise_for_status()
+
+
+@pytest.mark.parametrize("ask", ["sync", "find", "claim"])
+def test_a_request_that_waits_for_earlier_ones_waits_no_longer_than_they(
+    make_end: MakeEnd, ask: str
+) -> None:
+    """As many as the peer takes at a time are unanswered."""
+    end, other = make_end(1, sync_kv_cache_wait_time=100), make_end(2)
+    end.link(other.cluster)
+    link, control = end.links.get(2), end.links._control
+    while not link._slots.locked():
+        control.run(link._slots.acquire())
+    failed: list[LLMException] = []
+
+    def call() -> None:
+        try:
+            getattr(link, ask)(*([] if ask == "sync" else [CacheKey(2, 1)]))
+        except LLMException as error:
+            failed.append(error)
+
+    asking = threading.Thread(target=call)
+    asking.start()
+    asking.join(DEADLINE_S)
+    control.call_soon(link._slots.release)
+    asking.join()
+    assert [error.status_code for error in failed] == [LLMStatusCode.LLM_TIMEOUT]
+    assert "cluster 2 has not answered within 100 ms" in str(failed[0])
 
 
 def test_a_refused_port_names_the_peer_and_the_reason(end: End) -> None:
