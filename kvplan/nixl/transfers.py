@@ -176,8 +176,9 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
             try:
                 return self._posted(reqh, transfer, notif_msg)
             finally:
-                if reqh not in self._transfers:  # by another thread, or a signal handler
-                    self._stop(transfer)
+                # Released or removed meanwhile, by another thread or a signal handler.
+                if reqh not in self._transfers or not self._knows(transfer.agent):
+                    self._stop(transfer, "the transfer was released, or its agent removed")
 
     def _posted(self, reqh: int, transfer: _Transfer, notif_msg: bytes | str) -> nixl_status_t:
         """Begin a transfer, and return its state."""
@@ -266,13 +267,15 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         transfer = self._transfers.pop(reqh, None)
         if transfer is not None:
             with transfer.posting:
-                self._stop(transfer)
+                self._stop(transfer, "the transfer was released")
         return _SUCCESS
 
-    def _stop(self, transfer: _Transfer) -> None:
-        """Stop a transfer that was released."""
+    def _stop(self, transfer: _Transfer, reason: str) -> None:
         if (request := transfer.request) is not None:
-            request.task.cancel(LLMException("the transfer was released"))
+            request.task.cancel(LLMException(reason))
+
+    def _knows(self, agent: str) -> bool:
+        return agent == self.name or agent in self._remotes
 
     def _transfer(self, reqh: int) -> _Transfer:
         transfer = self._transfers.get(reqh)
@@ -283,11 +286,17 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
     def invalidateRemoteMD(self, name: str | bytes) -> nixl_status_t:  # noqa: N802
         """Stop all transfers with a remote agent, and forget the agent; idempotent."""
         name = text_of(name)
-        with self._mutex:
-            for transfer in list(self._transfers.values()):
-                if transfer.agent == name and (request := transfer.request) is not None:
-                    request.task.cancel(LLMException(f"agent {name!r} was removed"))
-            return super().invalidateRemoteMD(name)
+        reason = f"agent {name!r} was removed"
+        for transfer in self._transfers_with(name):  # first: otherwise the link is waited for
+            self._stop(transfer, reason)
+        super().invalidateRemoteMD(name)
+        for transfer in self._transfers_with(name):  # a post that knew the agent may still begin
+            with transfer.posting:
+                self._stop(transfer, reason)
+        return _SUCCESS
+
+    def _transfers_with(self, name: str) -> list[_Transfer]:
+        return [each for each in list(self._transfers.values()) if each.agent == name]
 
     def getXferTelemetry(self, reqh: int) -> nixlXferTelemetry:  # noqa: N802
         """Return the times of a transfer that is done."""

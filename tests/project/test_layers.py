@@ -28,7 +28,7 @@ MAX_LINES = {
     "links": 3982,
     "llm_datadist": 3827,
     "mooncake": 595,
-    "nixl": 1744,
+    "nixl": 1757,
     "observe": 1649,
     "planning": 5690,
     "recording": 1682,
