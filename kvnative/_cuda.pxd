@@ -60,6 +60,7 @@ cdef extern from "cuda/copies.h" nogil:
     kvn_cuda_tuning kvn_cuda_copies_tuning(const kvn_device *device, int direction)
     void kvn_cuda_copies_tune(const kvn_device *device, int direction, kvn_cuda_tuning tuning)
     void kvn_cuda_copies_limit(const kvn_device *device, bint without_batch, uint32_t max_blocks)
+    bint kvn_cuda_copies_has_batch(const kvn_device *device)
     int kvn_cuda_copies_way(
         const kvn_device *device, int direction, bint is_far, uint64_t mean_nbytes, size_t count
     )

@@ -16,8 +16,8 @@ from kvnative._backend import NativeError
 from kvnative._device import DeviceError
 
 __all__ = ["CopyTuning", "CudaError", "CudaLibrary", "Watch", "builtin_copy_tuning", "copy_tuning",
-           "copy_way", "far_copy_tuning", "limit_copies", "limit_registered", "tune_copies",
-           "watch"]
+           "copy_way", "far_copy_tuning", "has_batches", "limit_copies", "limit_registered",
+           "tune_copies", "watch"]
 
 NAME = "libcuda.so.1"
 CONTEXTS = ("primary", "own")
@@ -203,6 +203,12 @@ def limit_copies(
     """
     check_cuda(device)
     kvn_cuda_copies_limit(&device.device, not batch_calls, max_blocks)
+
+
+def has_batches(NativeDevice device not None) -> bool:
+    """Return False if the driver lacks or has refused the batch call, or a limit forbids it."""
+    check_cuda(device)
+    return kvn_cuda_copies_has_batch(&device.device)
 
 
 def limit_registered(NativeDevice device not None, nbytes) -> None:

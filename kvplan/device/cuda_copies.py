@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, cast
 
-from kvnative._cuda import CopyTuning, copy_tuning, far_copy_tuning, tune_copies
+from kvnative._cuda import CopyTuning, copy_tuning, far_copy_tuning, has_batches, tune_copies
 from kvnative._device import COPY_DIRECTIONS
 from kvplan.device.device import CopyDirection
 from kvplan.system.machine_file import cache_path, read_machines, unreadable, write_machines
@@ -79,9 +79,9 @@ def apply(device: Device, tunings: Tunings) -> None:
 
 
 def describe(device: Device) -> dict[str, str]:
-    """Describe the tunings, by direction and between two GPUs; limits by options are not shown."""
+    """Describe the ways of copies by direction, and between two GPUs."""
     tunings = {direction: copy_tuning(device.native, direction) for direction in COPY_DIRECTIONS}
-    with_batches = has_batches(device)
+    with_batches = has_batches(device.native)
     return {
         **{
             direction: words(tuning, with_batches=with_batches)
@@ -107,9 +107,3 @@ def _limit(nbytes: int) -> str:
     if nbytes >= NO_LIMIT:
         return ""
     return f" below {nbytes / _MIB:g} MiB" if nbytes >= _MIB else f" below {nbytes / 1024:g} KiB"
-
-
-def has_batches(device: Device) -> bool:
-    """Return True if the driver has the batch call."""
-    lacks = cast("CudaLibrary", device.native.library).missing
-    return not {"cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"} <= set(lacks)

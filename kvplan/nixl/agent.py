@@ -226,18 +226,22 @@ class Agent:
             raise nixlInvalidParamError(f"the metadata has this agent's own name, {name!r}")
         with self._mutex:
             known = self._remotes.get(name)
-            if known is not None and known.instance != found.instance:
-                if found.address:
-                    self.invalidateRemoteMD(name)  # the agent has restarted
-                known = None
-            if known is None and not found.address:
-                raise nixlNotFoundError(f"agent {name!r} is unknown, and its address is not given")
-            if known is not None and found.is_partial:
-                known.regions.add(found.regions)
-            else:
-                address = found.address or (known.address if known else "")
-                regions = Regions(f"agent {name!r}", found.regions)
-                self._remotes[name] = _Remote(found.instance, address, regions)
+            has_restarted = known is not None and known.instance != found.instance
+            if not has_restarted or not found.address:
+                return self._load(found, None if has_restarted else known)
+        self.invalidateRemoteMD(name)  # without the mutex: this waits for posts, which may take it
+        return self.loadRemoteMD(data)
+
+    def _load(self, found: Metadata, known: _Remote | None) -> bytes:
+        name = found.name
+        if known is None and not found.address:
+            raise nixlNotFoundError(f"agent {name!r} is unknown, and its address is not given")
+        if known is not None and found.is_partial:
+            known.regions.add(found.regions)
+        else:
+            address = found.address or (known.address if known else "")
+            regions = Regions(f"agent {name!r}", found.regions)
+            self._remotes[name] = _Remote(found.instance, address, regions)
         if known is None:
             self._connector.submit(name, range(4), lambda: self._connect(name))
         return name.encode()

@@ -285,16 +285,17 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
     def invalidateRemoteMD(self, name: str | bytes) -> nixl_status_t:  # noqa: N802
         """Stop all transfers with a remote agent, and forget the agent; idempotent."""
         name = text_of(name)
-        with self._mutex:
-            self._stop_all(name)
-            super().invalidateRemoteMD(name)
-            self._stop_all(name)  # those that were being posted before
+        reason = f"agent {name!r} was removed"
+        for transfer in self._transfers_with(name):  # first: otherwise the link is waited for
+            self._stop(transfer, reason)
+        super().invalidateRemoteMD(name)
+        for transfer in self._transfers_with(name):  # a post that knew the agent may still begin
+            with transfer.posting:
+                self._stop(transfer, reason)
         return _SUCCESS
 
-    def _stop_all(self, name: str) -> None:
-        for transfer in list(self._transfers.values()):
-            if transfer.agent == name:
-                self._stop(transfer, f"agent {name!r} was removed")
+    def _transfers_with(self, name: str) -> list[_Transfer]:
+        return [each for each in list(self._transfers.values()) if each.agent == name]
 
     def getXferTelemetry(self, reqh: int) -> nixlXferTelemetry:  # noqa: N802
         """Return the times of a transfer that is done."""

@@ -322,6 +322,8 @@ def test_a_context_of_its_own(cuda_simulator: CudaControls) -> None:
 def test_options_limit_what_copies_take(cuda_simulator: CudaControls, sim_log: Log) -> None:
     """No batch call of the driver, and one block of the kernel, in a local copy and back."""
     with engine_on(cuda_simulator, cuda_batch_calls=False, cuda_copy_blocks=1) as datadist:
+        assert datadist.device is not None
+        assert "batch call" not in str(datadist.device.describe()["copies"])
         device = filled(datadist, DEVICE, 1, paged=True)
         host = datadist.allocate_blocks_cache(HOST)
         sim_log.restart()

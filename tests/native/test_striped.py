@@ -15,6 +15,7 @@ from kvnative._backend import (
     KVN_FAILED,
     KVN_OK,
     KVN_PEER_GONE,
+    KVN_PENDING,
     KVN_TIMEOUT,
     Backend,
     ThreadPool,
@@ -107,6 +108,19 @@ def test_a_descriptor_that_is_larger_than_its_share(backends: list[Backend]) -> 
         report = Executor(striped(backends, min_nbytes=1)).run(case.descriptors)
         assert report.status == KVN_OK
         case.assert_moved()
+
+
+@pytest.mark.parametrize("stripe", range(3))
+def test_a_stripe_that_its_backend_does_not_take_is_a_failure(
+    backends: list[Backend], stripe: int
+) -> None:
+    """Such an answer asks for another try, which a striped backend does not make."""
+    case = scatter([SIZE] * COUNT)
+    first = stripes(3)[stripe][0]
+    backends[stripe] = fail_at(backends[stripe], first, KVN_PENDING, at_submit=True)
+    report = Executor(striped(backends, min_nbytes=1)).run(case.descriptors)
+    assert (report.status, report.unconfirmed) == (KVN_FAILED, ((0, COUNT),))
+    assert report.message == "the backend fail_at has not taken its stripe, and is not asked again"
 
 
 @pytest.mark.parametrize("how", ["deadline", "cancel"])

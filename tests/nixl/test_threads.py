@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from kvplan.nixl import nixl_agent
 from tests.support.interrupts import Interrupts
 
 ROOT = Path(__file__).parents[2]
-KIB = 1 << 10
+KIB, MIB = 1 << 10, 1 << 20
 
 
 def test_two_threads_that_ask_at_the_same_time_find_the_end_of_a_transfer_once() -> None:
@@ -129,42 +130,6 @@ def test_a_transfer_that_is_released_while_it_is_posted_is_stopped(
     agent.agent.close()
 
 
-def test_a_transfer_with_an_agent_that_is_removed_while_it_is_posted_is_stopped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    agent, other = nixl_agent("alone"), nixl_agent("other")
-    memory = np.zeros((2, 128 * KIB), np.uint8)
-    ours, theirs = (
-        each.register_memory([(row.ctypes.data, row.nbytes, 0, "")], "DRAM").trim()
-        for each, row in zip((agent, other), memory, strict=True)
-    )
-    agent.add_remote_agent(other.get_agent_metadata())
-    agent.make_connection("other")
-    handle = agent.initialize_xfer("READ", ours, theirs, "other")
-    stopped = threading.Event()
-
-    class Task:
-        done = settled = False
-
-        def cancel(self, reason: object) -> None:
-            stopped.set()
-
-        def wait_done(self, timeout_ms: float) -> bool:
-            return False
-
-    def submit(*_: object, **__: object) -> Task:
-        thread = threading.Thread(target=agent.remove_remote_agent, args=["other"])
-        thread.start()
-        thread.join()
-        return Task()
-
-    monkeypatch.setattr(agent.agent.engine.datadist, "submit", submit)
-    agent.transfer(handle)
-    assert stopped.is_set()
-    for each in (agent, other):
-        each.agent.close()
-
-
 def posted_and_interrupted() -> int:
     """Interrupt a post at each place, and release it: no task goes on."""
     agent, memory = nixl_agent("alone"), np.zeros(2 * KIB, np.uint8)
@@ -201,3 +166,46 @@ def test_a_post_that_was_interrupted_is_stopped_by_its_release() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_no_byte_moves_after_an_agent_is_removed_while_a_transfer_with_it_is_posted(
+    monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    """The post takes longer than the link is waited for; also if metadata of a new agent comes."""
+    agent, peer = nixl_agent("here"), nixl_agent("there")
+    memory, source = np.zeros(2 * MIB, np.uint8), np.full(2 * MIB, 5, np.uint8)
+    ours = agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM").trim()
+    theirs = peer.register_memory([(source.ctypes.data, source.nbytes, 0, "")], "DRAM").trim()
+    agent.add_remote_agent(peer.get_agent_metadata())
+    peer.add_remote_agent(agent.get_agent_metadata())
+    agent.make_connection("there")
+    peer.make_connection("here")  # so that the link stays
+    handle = agent.initialize_xfer("READ", ours, theirs, "there")
+    engine, begun, goes_on = agent.agent.engine, threading.Event(), threading.Event()
+    begin = engine.begin
+
+    def held(*ranges: Any, **options: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(20)
+        return begin(*ranges, **options)
+
+    monkeypatch.setattr(engine, "begin", held)
+    replacement = nixl_agent("there")
+    news = replacement.get_agent_metadata()
+    with ThreadPoolExecutor(2) as threads:
+        posted = threads.submit(agent.transfer, handle)
+        assert begun.wait(20)
+        removed = threads.submit(
+            *((agent.add_remote_agent, news) if restarted else (agent.remove_remote_agent, "there"))
+        )
+        early, _ = wait([removed], 0.1)
+        memory[:] = 7
+        goes_on.set()
+        removed.result()
+        if not early:
+            memory[:] = 7
+        posted.exception()
+    assert (memory == 7).all()
+    for each in (agent, peer, replacement):
+        each.agent.close()

@@ -27,8 +27,8 @@ MAX_LINES = {
     "kvplan": 1659,
     "links": 3982,
     "llm_datadist": 3827,
-    "mooncake": 596,
-    "nixl": 1751,
+    "mooncake": 595,
+    "nixl": 1757,
     "observe": 1649,
     "planning": 5690,
     "recording": 1682,
@@ -37,7 +37,7 @@ MAX_LINES = {
     "system": 476,
     "tensors": 1089,
     "testing": 471,
-    "transport": 7997,
+    "transport": 7990,
     "vllm": 2091,
 }
 """Lines of each room. Only a commit that says why may raise one."""

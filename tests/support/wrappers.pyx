@@ -3,7 +3,13 @@
 from libc.stdint cimport int64_t, uint64_t
 
 from kvnative._backend cimport Backend
-from kvnative._native cimport KVN_FAILED, KVN_NO_DEVICE_MEMORY, KVN_OK, kvn_backend
+from kvnative._native cimport (
+    KVN_FAILED,
+    KVN_NO_DEVICE_MEMORY,
+    KVN_OK,
+    KVN_PENDING,
+    kvn_backend,
+)
 
 import math
 
@@ -36,9 +42,10 @@ def fail_at(Backend backend not None, uint64_t descriptor, int status=KVN_FAILED
     Args:
         status: status of the report, one of the negative KVN_ constants.
         code: the system's error code in the report.
-        at_submit: refuse the whole batch with the descriptor, instead of moving a part.
+        at_submit: refuse the whole batch with the descriptor, instead of moving a part. With
+            KVN_PENDING as the status, do not take it.
     """
-    if not KVN_NO_DEVICE_MEMORY <= status < KVN_OK:
+    if not (KVN_NO_DEVICE_MEMORY <= status < KVN_OK or (at_submit and status == KVN_PENDING)):
         raise ValueError(f"status = {status}: expected {KVN_NO_DEVICE_MEMORY} to {KVN_OK - 1}")
     backend.check_process()
     return Backend.adopt(

@@ -208,6 +208,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     striped *self = (striped *)base;
     kvn_request *request;
     uint64_t total;
+    int status;
 
     *out = NULL;
     if (!kvn_columns_total(batch, &total))
@@ -227,7 +228,12 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     for (size_t n = 1; n <= request->num_stripes; n++) {
         stripe *it = &request->stripes[n % request->num_stripes];
 
-        if (submit_one(it, batch) != KVN_OK) {
+        status = submit_one(it, batch);
+        if (status == KVN_PENDING)
+            kvn_report_refuse(&it->report, it->last - it->first, KVN_FAILED, 0,
+                              "the backend %s has not taken its stripe, and is not asked again",
+                              it->inner->vtable->name);
+        if (status != KVN_OK) {
             it->request = NULL;
             return refuse(request, it);
         }

@@ -1,7 +1,8 @@
 /* striped: several backends to the same memory, used at once. A large batch is split into stripes of about the same
  * size, `min_nbytes` or more, at most one for each backend; a small batch goes to the first backend. The outcome waits
  * for all stripes, also after a failure, and confirms a descriptor only if its stripe does. If one stripe is refused,
- * bytes of others may have moved. The inner backends are not owned, and never answer `submit` with KVN_PENDING. */
+ * bytes of others may have moved. The inner backends are not owned; the batch fails if one answers KVN_PENDING to
+ * `submit`. */
 #ifndef KVNATIVE_CORE_STRIPED_H
 #define KVNATIVE_CORE_STRIPED_H
 

@@ -92,6 +92,8 @@ void kvn_cuda_copies_limit(const kvn_device *device, bool without_batch, uint32_
     atomic_store(&self->max_blocks, max_blocks);
 }
 
+bool kvn_cuda_copies_has_batch(const kvn_device *device) { return !atomic_load(&copies_of(device)->no_batch); }
+
 static kvn_cuda_tuning tuning_of(const kvn_device *device, kvn_direction direction, bool is_far)
 {
     return is_far && direction == KVN_DEVICE_TO_DEVICE ? kvn_cuda_tuning_far()

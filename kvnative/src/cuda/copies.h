@@ -49,6 +49,8 @@ void kvn_cuda_copies_tune(const kvn_device *device, kvn_direction direction, kvn
 /* Limits copies in all directions: no batch calls of the driver if `without_batch`, and at most `max_blocks` blocks of
  * the kernel; 0: as many as the tuning says. */
 void kvn_cuda_copies_limit(const kvn_device *device, bool without_batch, uint32_t max_blocks);
+/* Returns false if the driver lacks or has refused batch calls, or a limit forbids them. */
+bool kvn_cuda_copies_has_batch(const kvn_device *device);
 /* Returns the tuning of copies between two GPUs, which is built in, since no tool measures it. */
 kvn_cuda_tuning kvn_cuda_tuning_far(void);
 /* Returns the way of a batch with descriptors of this mean size, one that the driver neither lacks nor has refused.

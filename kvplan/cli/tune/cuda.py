@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
 
-from kvnative._cuda import CopyTuning, builtin_copy_tuning, copy_tuning, tune_copies
+from kvnative._cuda import CopyTuning, builtin_copy_tuning, copy_tuning, has_batches, tune_copies
 from kvnative._device import COPY_DIRECTIONS
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvnative._pinned import allocate_host
-from kvplan.device.cuda_copies import NO_LIMIT, Tunings, has_batches, words
+from kvplan.device.cuda_copies import NO_LIMIT, Tunings, words
 from kvplan.device.device import CopyDirection
 from kvplan.status import LLMException
 
@@ -47,7 +47,7 @@ class Found(NamedTuple):
 
     def words(self, device: Device) -> dict[CopyDirection, str]:
         """Describe how the device copies with the measured tunings."""
-        with_batches = has_batches(device)
+        with_batches = has_batches(device.native)
         return {
             direction: words(tuning, with_batches=with_batches)
             for direction, tuning in self.tunings.items()

@@ -75,6 +75,8 @@ static int fault_submit(kvn_backend *base, const kvn_columns *batch, kvn_request
     *out = NULL;
     if (self->descriptor >= batch->first && self->descriptor - batch->first < batch->count)
         before.count = self->descriptor - batch->first;
+    if (self->at_submit && before.count < batch->count && self->status == KVN_PENDING)
+        return KVN_PENDING; /* without a report */
     if (self->at_submit && before.count < batch->count)
         return refuse(self, before.count, batch->count, report);
     request = calloc(1, sizeof *request);
@@ -156,7 +158,7 @@ kvn_backend *kvn_fail_at_create(kvn_backend *inner, uint64_t descriptor, int sta
 {
     fail_at *self;
 
-    if (status >= KVN_OK) {
+    if (status >= KVN_OK && !(at_submit && status == KVN_PENDING)) {
         errno = EINVAL;
         return NULL;
     }

@@ -14,7 +14,7 @@
 
 /* Descriptor `descriptor` of every task fails with `status` (< 0), `code` and a message. Earlier
  * descriptors are moved, this one and later ones are not. With `at_submit`, its batch is refused as
- * a whole. */
+ * a whole; then KVN_PENDING as well is allowed. */
 kvn_backend *kvn_fail_at_create(kvn_backend *inner, uint64_t descriptor, int status, int code,
                                 bool at_submit);
 
