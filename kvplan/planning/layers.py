@@ -143,7 +143,7 @@ def _in_model(
     (of_src, src_total), (of_dst, dst_total) = (
         _model_layers(side, local) for side, local in ((src, src_range), (dst, dst_range))
     )
-    # With a range, only shards determine the numbers.
+    # With a range, a side whose shard names no layers may have any number of them.
     both_known = has_layers(src) and has_layers(dst)
     if src_total != dst_total and (both_known or not (src_given or dst_given)):
         raise invalid(
