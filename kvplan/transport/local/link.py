@@ -127,8 +127,7 @@ class LocalPeerMemory(PeerMemory):
     def check(self, tensors: range | None = None) -> None:
         """Check the peer, its ranges and the leases, before and after a transfer.
 
-        If both checks pass, the transfer has moved the right bytes. All ranges are checked even for
-        a part of the tensors, since this takes no system call.
+        All ranges are checked even for a part of the tensors, since this takes no system call.
         """
         link = self._link
         try:
@@ -189,7 +188,7 @@ class LocalLink(TransportLink):
     So a transfer between two passed checks moved the right bytes.
 
     Attributes:
-        is_to_self: True if the peer is this process, whose memory is not mapped again.
+        is_to_self: True if the peer is this process, whose host memory is not mapped again.
         lacks: By kind of memory, why it is not reached. Kinds: "registered", host memory outside of
             arenas; "device", memory of the peer's device; "pieces", device memory in pieces.
         device: The device of this process for which device memory of the peer is mapped.
