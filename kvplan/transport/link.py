@@ -335,8 +335,8 @@ class PeerMemory:
     def reader(self) -> tuple[Peer, bytes, bool] | None:
         """Arguments of `Peer.copy`, a small read in the calling thread; None: not possible.
 
-        They are the native check of the peer, the words to check, and True if the memory is at the
-        peer's own addresses, False if it is mapped here.
+        They are the native check of the peer, the words to check, and True for the peer's own
+        addresses, False for memory that is mapped here.
         """
         return None
 
@@ -348,11 +348,11 @@ class PeerMemory:
     def leased(self, leases: Sequence[BlockLease]) -> Self:
         """Return the same memory; transfers with it fail once one of `leases` has ended.
 
-        Leases are checked together with the registrations of the memory. The error
-        LLM_KV_CACHE_NOT_EXIST names the lease that has ended.
+        The error LLM_KV_CACHE_NOT_EXIST of a transfer names the lease that has ended.
 
         Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: this transport cannot check one of them.
+            LLMException: LLM_FEATURE_NOT_ENABLED: this transport cannot check one of them;
+                LLM_PARAM_INVALID: too many; LLM_KV_CACHE_NOT_EXIST: one that cannot exist.
         """
         raise NotImplementedError
 

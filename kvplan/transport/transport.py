@@ -109,8 +109,8 @@ class Transport(ABC):
                 alive until it is deregistered; or (address, nbytes) of memory that the caller keeps
                 alive, such as `(tensor.data_ptr(), tensor.nbytes)`; or a `DeviceRange`.
             writable: True if peers may write to it.
-            keep: An object to keep alive until no peer can write to the memory any more, such as
-                the one that returns the memory to its pool.
+            keep: An object to keep alive until no peer can write to the memory, such as the one
+                that returns the memory to its pool.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: memory that is not mapped, not readable, not
