@@ -118,7 +118,7 @@ def check_gather(transfer: Transfer) -> None:
 def divide(
     transfer: Transfer, sides: Sequence[Side], target: Side
 ) -> tuple[Sequence[Taken | None], Transfer]:
-    """Return the share of each source of a checked gather, and the transfer with its tokens."""
+    """Return the share of each source of a checked gather, and the transfer to be planned."""
     if transfer.rank is not None:
         check_width("rank", check_type("rank", transfer.rank, int), 0, INT64_MAX)
     if target.has_all_tokens and all(cache.has_all_tokens for cache in sides):
@@ -250,7 +250,7 @@ def _num_layers(cache: Side, piece: _Part) -> int:
 def _held_tokens(
     rows: Sequence[Rows], transfer: Transfer, sources: Sequence[Side], target: Side
 ) -> tuple[int, _Tokens]:
-    """Return the number of tokens that move, and for each cache a mask of the tokens it has."""
+    """Return the number of tokens that move, and which of them dst and each source have."""
     dst = transfer.dst
     assert dst.blocks is not None
     first, *firsts = (

@@ -36,7 +36,7 @@ MAX_COMPARED = 2**23
 
 
 def check_invariants(part: Part) -> None:
-    """Check a part that the planner did not make: read from a file, or built by hand."""
+    """Check a part that was perhaps not made by the planner: read from a file, or built by hand."""
     segments, t = part.segments, part.tensors_per_layer
     if not segments.nbytes.all():
         raise invalid("segments.nbytes must be at least 1 for every segment")
@@ -73,7 +73,7 @@ def check_invariants(part: Part) -> None:
                 f"tensors_per_layer={t} of {views} {name} tensors, split={part.split}, must group "
                 f"them into the layers of the shard: {name} is {side}"
             )
-        # Layers fill their tensors: the views of a layer come from a whole number of tensors.
+        # A layer takes `t // kv` tensors: a whole number, which divides that of all tensors.
         if part.split and (side.num_tensors * kv % t or t % kv):
             raise invalid(
                 f"tensors_per_layer={t} must group {views} views, split={part.split}, into layers"

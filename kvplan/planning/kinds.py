@@ -72,7 +72,7 @@ def plan_slot_to_slot(
     sides = ("src", src_offset, source.row_nbytes), ("dst", dst_offset, target.row_nbytes)
     for name, offset, row in sides:
         check_index(f"{name}.offset", offset, row)
-    # None means the local row, as in the reference: a pull fills it, other calls send it.
+    # None means the local row, as in LLM-DataDist: a pull fills it, other calls send it.
     pulls = operation == "pull_cache"
     rest = target.row_nbytes - dst_offset if pulls else source.row_nbytes - src_offset
     moved = rest if nbytes is None else nbytes
@@ -121,7 +121,7 @@ def plan_to_blocks(
     by_layer: bool,
     share: Share | None = None,
 ) -> Part:
-    """Plan B2B if `src_blocks` are given, otherwise C2B: the slot cut into chunks of one block.
+    """Plan B2B; if `src_blocks` has no block, C2B: the slot cut into chunks of one block.
 
     A `share` limits what is taken from the source.
     """
@@ -223,7 +223,7 @@ def plan_block_to_block(
     by_layer: bool,
     share: Share | None = None,
 ) -> Part:
-    """Plan B2B between checked tables: block `tables.src[i]` to block `tables.dst[i]`."""
+    """Plan B2B between checked tables."""
     how = how if type(how) is Coalesce else _coalesce(how)
     if (
         share is not None
@@ -288,7 +288,7 @@ def plan_rows(
     reinterpret: bool = False,
     heads: range | None = None,
 ) -> Part:
-    """Plan rows of two sides: B2B, or C2B or C2C with one slot each."""
+    """Plan rows of two sides; a side of slots has one row."""
     slot = None
     if kind != "B2B":
         (slot,) = map(int, src_rows)

@@ -30,8 +30,8 @@ def pair_views(
     selects views i*t up to (j+1)*t, exclusive. Layouts or shards determine t, otherwise it is
     `tensor_num_per_layer` or 2. Without a range, t only groups tensors (1 if their number is odd),
     and all common layers are paired: by their numbers in the model if shards name them; otherwise
-    both sides must have the same number of layers. A range on one side is paired with the same
-    layers of the model if shards name them, otherwise with all layers of the other side.
+    both sides must have the same number of layers. A range on one side is paired with the model's
+    same layers if shards name them, otherwise with all layers of the other side.
 
     `as_bytes` pairs tensors whatever layouts and shards say. Without a range, the last layer may
     then be short. Anything invalid is LLM_PARAM_INVALID; a wrong type is a TypeError.
@@ -143,7 +143,7 @@ def _in_model(
     (of_src, src_total), (of_dst, dst_total) = (
         _model_layers(side, local) for side, local in ((src, src_range), (dst, dst_range))
     )
-    # With a range, only shards determine the numbers.
+    # With a range, a side whose shard names no layers may have any number of them.
     both_known = has_layers(src) and has_layers(dst)
     if src_total != dst_total and (both_known or not (src_given or dst_given)):
         raise invalid(

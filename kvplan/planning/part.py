@@ -40,7 +40,7 @@ class LayerPair(NamedTuple):
     Attributes:
         src_layer: the layer of the source cache, counted from the cache's first.
         dst_layer: the layer of the destination cache, counted in the same way.
-        tensors: the pairs (src, dst).
+        tensors: the pairs (src, dst); of pieces if the part has a `split`.
     """
 
     src_layer: int
@@ -96,8 +96,8 @@ class Part:
     tables: BlockTables | None = None
     name: str = ""
     source: int | None = None
-    # True if whole rows move: then the block tables describe all segments, and recordings store
-    # only the tables.
+    # True if whole rows move by block tables. These describe all segments then, and recordings
+    # store only the tables.
     by_rows: ClassVar[bool] = False
 
     @property
@@ -224,7 +224,7 @@ class Part:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of options and segments; equal for equal parts."""
+        """SHA-256 (hex) of everything that equality compares; equal for equal parts."""
         import hashlib  # loads OpenSSL
         import json
 

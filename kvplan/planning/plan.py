@@ -103,12 +103,12 @@ class Plan:
         return {part.label: _of_valid((part.labelled(""),)) for part in self.parts}
 
     def for_layers(self, layers: range) -> Plan:
-        """Return the plan that copies only the source layers in `layers` (step 1).
+        """Return the plan that copies only the source layers in `layers`.
 
         Raises:
             TypeError: `layers` is not a range.
-            LLMException: LLM_PARAM_INVALID: the plan has several parts, or a layer is not in
-                `part.src_layers`.
+            LLMException: LLM_PARAM_INVALID: the plan has several parts, or `layers` is empty, of
+                another step than 1, or not inside `part.src_layers`.
         """
         check_type("layers", layers, range)
         part = self.part
@@ -135,7 +135,7 @@ class Plan:
     def operation(self) -> str:
         """The planned call, such as "pull_blocks".
 
-        Several parts, or one with a name: "pull_groups", "push_groups" or "copy_groups". Ranges of
+        Several parts, or one with a label: "pull_groups", "push_groups" or "copy_groups". Ranges of
         addresses: "pull_ranges" or "push_ranges".
         """
         first = self.parts[0]
@@ -272,7 +272,7 @@ class Plan:
             notes: sentences to show above the picture.
 
         Raises:
-            TypeError: `diff` is not a Plan.
+            TypeError: `diff` is not a Plan, or a note is not a str.
             OSError: `path` cannot be written.
         """
         from kvplan.inspection.page import to_html

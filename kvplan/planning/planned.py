@@ -61,7 +61,7 @@ def fitted(planned: Planned, source: Side, target: Side, local: Local, *, by_lay
 
 
 def rows_of(part: Part, name: str) -> list[int]:
-    """Return the blocks or slots of a side that a plan moves, each once, ascending."""
+    """Return the blocks or slots of a side that a part moves, each once, ascending."""
     runs = part.segments.expanded()
     side: Side = getattr(part, name)
     offsets = runs.src_offsets if name == "src" else runs.dst_offsets

@@ -31,17 +31,17 @@ def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = 
 
     Args:
         transfer: rows to move, whose caches are `CacheDesc`, `Cache` or `RemoteCache`.
-        local: the side of this process: "dst" plans a pull, "src" a push, "both" a copy. None: the
-            side that is not a `RemoteCache`, or both.
+        local: the side of this process: "dst" plans a pull, "src" a push, "both" a copy. None:
+            "dst" for a gather, otherwise the side that is not a `RemoteCache`, or both.
         by_layer: True if each layer is to move by itself, as `LlmDataDist.layered` moves it.
 
     Raises:
         TypeError: a field of the wrong type.
-        ValueError: a number outside int64.
+        ValueError: a number of tokens of block tables, or a rank, outside [0, 2**63).
         LLMException: LLM_PARAM_INVALID: a block, slot, token, byte or layer out of range; tables of
             unequal length, or of different requests; a destination block named twice; a copy inside
-            one cache that reads what it writes; caches that cannot match; a layer or head that dst
-            needs and no source has; no transfer, or an invalid name.
+            one cache that reads what it writes; caches that cannot match; a layer, head or token
+            that dst needs and no source has; no transfer, or an invalid name; another `local`.
     """
     if local is not None and local not in ("src", "dst", "both"):
         raise invalid(f"local={shown(local)} must be 'src', 'dst', 'both' or None")
@@ -85,7 +85,7 @@ def _plan_one(name: str, transfer: Transfer, local: Local | None, by_layer: bool
 
 
 def _local_of(source: Described, target: Described, local: Local | None) -> Local:
-    """Return the side of this process: the given one, or the one that is not a `RemoteCache`."""
+    """Return `local` if given, else the side that is not a `RemoteCache`, or "both"."""
     from_peer, to_peer = (isinstance(cache, RemoteCache) for cache in (source, target))
     if from_peer and to_peer:
         raise invalid("src and dst are both remote; one must be of this process")

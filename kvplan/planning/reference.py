@@ -1,4 +1,4 @@
-"""The oracle: a plan, executed by NumPy one segment at a time."""
+"""The oracle: a plan, executed by NumPy one run at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def execute(plan: Plan, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]
         src, dst: the arrays of both sides.
 
     Raises:
-        TypeError: an element that is not a NumPy array.
+        TypeError: `plan` is not a Plan, or an element is not a NumPy array.
         LLMException: LLM_PARAM_INVALID: arrays that do not fit the plan's sides (number, bytes,
             contiguity, writability).
     """

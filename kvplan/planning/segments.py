@@ -60,7 +60,7 @@ class Segments:
     product of their counts.
 
     Raises:
-        TypeError: a column that does not hold integers.
+        TypeError: a column or a stride that is not of integers.
         ValueError: an entry outside uint64, columns that are not flat and equally long, more than
             two levels of repeats, or a level that is not (counts, src_stride, dst_stride).
     """

@@ -98,7 +98,7 @@ class Side:
         placement: the place of the tensors: host or device.
         paged: True if rows are blocks, False if they are slots.
         data_type, shape: data type and shape of a tensor in memory. None and (): unknown, rows are
-            opaque bytes (a peer's bare addresses).
+            opaque bytes (bare addresses).
         layout: the names of the dimensions; None: unknown.
         label: the name of an unknown layout, which is only compared (`kvplan.layout.OPAQUE`).
         shard: the part of the model's cache; None: all of it, or unknown.
@@ -200,7 +200,7 @@ class Side:
         return self.shape[layout.axes.index(axis)] if layout and axis in layout.axes else 1
 
     def stride_of(self, axis: str) -> int:
-        """Return the bytes from one element of an axis to the next; 0 without the axis."""
+        """Return the whole bytes from one element of an axis to the next; 0 without the axis."""
         layout, data_type = self.layout, self.data_type
         if layout is None or data_type is None or axis not in layout.axes:
             return 0
@@ -288,7 +288,7 @@ class Side:
         layers = self.extent("layer") if "layer" in split else 1
         kv = self.extent("kv") if "kv" in split else 1
         layer, part = np.divmod(np.arange(views.start, views.stop), per_layer)
-        apart = per_layer // kv  # keys and values in tensors of their own
+        apart = per_layer // kv  # tensors of a layer
         tensors = (layer // layers) * apart + part // kv
         starts = (layer % layers) * self.stride_of("layer") + (part % kv) * self.stride_of("kv")
         return tensors, starts.astype(np.uint64)
@@ -313,7 +313,7 @@ class Side:
 
 
 Described = CacheDesc | Cache | RemoteCache | Side
-"""Descriptions of a cache for the planner, which ignores addresses.
+"""Descriptions of a cache for the planner.
 
 A `Side` saves work for callers that plan with one cache repeatedly.
 """
@@ -392,7 +392,7 @@ def slot_index(argument: str, given: int | None, cache: Described, read_as: Side
 
 
 def is_same_cache(a: Described, b: Described) -> bool:
-    """Return True if both are certainly one cache: same object, cache id or addresses."""
+    """Return True for the same object, and for caches of one cache id or equal addresses."""
     if a is b:
         return True
     if not (isinstance(a, Cache) and isinstance(b, Cache)):

@@ -30,8 +30,8 @@ class RowShape(NamedTuple):
         tokens: tokens of a row; its bytes if rows are copied as bytes.
         stride, token_stride: bytes from one row, or token, to the next.
         start: bytes of a token before the first byte that moves.
-        is_slot: True if a request has one row here, of which it uses as much as it has on the other
-            side.
+        is_slot: True if a request has one row here, and uses as much of this row as the other
+            side has.
     """
 
     num_rows: int

@@ -27,7 +27,7 @@ MIN_SUMMARY: Final = 8
 
 
 def nbytes_text(nbytes: int) -> str:
-    """Return `512 B`, `256 KiB` or `1.5 MiB`: no decimal for whole KiB, otherwise one."""
+    """Return `512 B`, `256 KiB` or `1.5 MiB`: no decimal for B and whole KiB, otherwise one."""
     if nbytes < 1024:
         return f"{nbytes} B"
     value, unit = nbytes / 1024, "KiB"
@@ -57,7 +57,7 @@ def rename(error: Exception, names: Mapping[str, str]) -> None:
     """Replace the names of fields in an error's message with the caller's names.
 
     Args:
-        error: an error of a transfer; its message names fields of `Rows`, such as "src.blocks".
+        error: an error of a transfer; its message names fields, such as "src.blocks" or "nbytes".
         names: the caller's names by field, or by side ("src").
     """
 
@@ -83,7 +83,7 @@ def plural(count: int, word: str) -> str:
 def shown_rows(total: int, limit: int | None) -> tuple[int, int]:
     """Return how many rows of a list are shown at its beginning and at its end.
 
-    A list that is cut shows fewer than `limit`, to leave room for its summary.
+    A list with a summary shows fewer than `limit`, to leave room for it.
     """
     if limit is None or total <= limit:
         return total, 0
@@ -141,7 +141,7 @@ class Origin(NamedTuple):
         tokens: tokens of the request, each stretch as (first, last); empty if they are unknown.
         num_layers: number of layers; above 1 if a tensor that is moved whole holds several.
         model_layer: the model's number of the first layer; None if no shard names layers.
-        part: the label of the part; empty if the plan has one part without a name.
+        part: the label of the part; empty without one.
     """
 
     src_layer: int

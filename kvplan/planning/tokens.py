@@ -217,7 +217,7 @@ def _check_one_request(source: Side, target: Side, tables: BlockTables, num_toke
         ("src", source, len(tables.src), tables.src_token),
         ("dst", target, len(tables.dst), tables.dst_token),
     )
-    # The request ends in the last block of each table, or after the tokens that move.
+    # Some request ends in the last block of each table, and not before the tokens that move.
     ends = [room(side, count - 1, skip) + 1 for _, side, count, skip in sides if count]
     if max(num_tokens, *ends, 0) <= min(room(side, count, skip) for _, side, count, skip in sides):
         return

@@ -40,8 +40,8 @@ else:
 class PeerTensors:
     """Memory of a peer, by addresses from the peer itself, as the destination of a push.
 
-    Each address must lie in a tensor of one cache that the peer offers. The address is row 0. The
-    rest of the tensor determines the number of rows.
+    Each address is that of row 0, in a tensor of one cache that the peer offers. The shortest rest
+    of a tensor determines the number of rows.
 
     Args:
         cluster_id: the peer.
@@ -158,7 +158,7 @@ AnyRequest: TypeAlias = "Transfer | Planned | Mapping[str, Transfer | Planned]"
 """A transfer between caches, whether planned earlier or not."""
 
 Latest = Callable[[BlockLease], BlockLease]
-"""Returns the latest value of a lease, whose owner may have moved blocks."""
+"""A function from a lease to its latest value: the owner may have moved blocks."""
 
 
 def followed(argument: str, rows: Rows, latest: Latest) -> Rows:

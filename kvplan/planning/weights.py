@@ -2,8 +2,8 @@
 
 The manifest is Mooncake's `WeightPlacementManifest`, as `weight_placement_to_json` of
 `mooncake.reshard.weight` writes it (docs/reference/plan-format.md#weights). To the planner, a
-tensor that is split across ranks is a cache of one block: the split dimension stands for heads, and
-a second one for layers. So a reshard is a gather, and plans show it as one.
+fragment of a tensor is a cache of one block: the inner split dimension stands for heads, an outer
+one for layers. So a reshard is a gather, and plans show it as one.
 """
 
 from __future__ import annotations
@@ -216,8 +216,8 @@ def plan_reshard(source: WeightPlacement, target: WeightPlacement) -> dict[str, 
     """Plan the pulls by which each participant of `target` gets its weights from `source`.
 
     The parts of a plan are named by tensor; `source` of a part is the index in `source.parts`.
-    Replicas of the source share the work: targets take from different ones. Participants without
-    fragments have no plan.
+    Replicas of the source share the work: targets take from different ones. The result is by
+    participant; participants without fragments have no plan.
 
     Raises:
         LLMException: LLM_PARAM_INVALID: a tensor that the source lacks or has in another shape,
@@ -274,7 +274,7 @@ def plan_reshard(source: WeightPlacement, target: WeightPlacement) -> dict[str, 
 def _labelled(
     tensor_id: str, taken: Iterable[tuple[int, Part]], used: Counter[tuple[str, int]]
 ) -> Iterator[Part]:
-    """Yield the parts under the name of their tensor, with a number if the name is used again."""
+    """Yield the parts under the name of their tensor, with a number if a source uses it again."""
     name = tensor_id[-MAX_NAME:]
     for index, part in taken:
         again = used[name, index]

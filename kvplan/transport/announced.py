@@ -93,7 +93,7 @@ class AnnouncedRegistrations(Registrations[_Range, _Holder], Generic[_Range, _Ho
     Args:
         range_type: The class of the ranges.
         generations: The generation table.
-        max_slots: The maximum number of slots, for messages.
+        max_slots: The maximum of `max_registrations`, for messages.
         thread: The name of the thread.
         read: Returns the writes of a peer to this process; None: they cannot be read now.
         linked: Returns the peers that may write.

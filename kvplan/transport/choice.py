@@ -68,7 +68,7 @@ class Transports(NamedTuple):
 
 
 def _hccl(options: TransportOptions) -> Transport:
-    from kvplan.device.ascend import AscendDevice  # loaded only if it is used
+    from kvplan.device.ascend import AscendDevice  # here: loaded only if used
 
     if not isinstance(options.device, AscendDevice):
         raise unsupported("no Ascend device was found (kvplan.accelerator)")
@@ -85,7 +85,7 @@ def _hccl(options: TransportOptions) -> Transport:
 
 
 def _ucx(options: TransportOptions) -> Transport:
-    from kvplan.transport.ucx.transport import UcxTransport  # loaded only if it is used
+    from kvplan.transport.ucx.transport import UcxTransport
 
     return UcxTransport(
         devices=options.ucx_devices, settings=options.ucx_settings, label=options.label
@@ -93,7 +93,7 @@ def _ucx(options: TransportOptions) -> Transport:
 
 
 def _tcp(options: TransportOptions) -> Transport:
-    from kvplan.transport.tcp.transport import TcpTransport  # loaded only if it is used
+    from kvplan.transport.tcp.transport import TcpTransport
 
     return TcpTransport(
         device=options.device,

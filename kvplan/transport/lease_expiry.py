@@ -34,7 +34,7 @@ class Deadlines(dict[_Key, int]):
         self._heap: list[tuple[int, _Key]] = []
 
     def set(self, key: _Key, deadline_ns: int) -> bool:
-        """Set the deadline of a key; return True if it is the earliest of all."""
+        """Set the deadline of a key; return True if no earlier entry is in the heap."""
         before = self.get(key)
         self[key] = deadline_ns
         if before is None or deadline_ns < before:

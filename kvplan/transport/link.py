@@ -167,7 +167,9 @@ class TransportLink(ABC):
             LLMException: LLM_KV_CACHE_NOT_EXIST: a tensor does not lie inside one registration, or
                 the registration has ended; LLM_PARAM_INVALID: bad sizes or metadata, metadata of
                 another peer, or a write to a read-only registration; LLM_LINK_FAILED: the peer has
-                died or refuses access; LLM_NOT_YET_LINK: the link was closed.
+                died or refuses access; LLM_NOT_YET_LINK: the link was closed;
+                LLM_FEATURE_NOT_ENABLED: memory that this link does not reach, or too many
+                registrations that overlap.
             TypeError: an address or size is not an integer.
         """
         self.check()
@@ -331,10 +333,10 @@ class PeerMemory:
 
     @property
     def reader(self) -> tuple[Peer, bytes, bool] | None:
-        """Arguments of a small read in the calling thread, by `Peer.copy`; None: not possible.
+        """Arguments of `Peer.copy`, a small read in the calling thread; None: not possible.
 
-        They are the native check of the peer, and the words to check. The third is True if the
-        memory is at the peer's own addresses, False if it is mapped here.
+        They are the native check of the peer, the words to check, and True for the peer's own
+        addresses, False for memory that is mapped here.
         """
         return None
 
@@ -346,11 +348,11 @@ class PeerMemory:
     def leased(self, leases: Sequence[BlockLease]) -> Self:
         """Return the same memory; transfers with it fail once one of `leases` has ended.
 
-        Leases are checked together with the registrations of the memory. The error
-        LLM_KV_CACHE_NOT_EXIST names the lease that has ended.
+        The error LLM_KV_CACHE_NOT_EXIST of a transfer names the lease that has ended.
 
         Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: this transport cannot check one of them.
+            LLMException: LLM_FEATURE_NOT_ENABLED: this transport cannot check one of them;
+                LLM_PARAM_INVALID: too many; LLM_KV_CACHE_NOT_EXIST: one that cannot exist.
         """
         raise NotImplementedError
 

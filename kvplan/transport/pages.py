@@ -56,7 +56,7 @@ class _Task:
 
     @property
     def is_over(self) -> bool:
-        """True if nothing is left to do. The arena then does not count against the limits."""
+        """True if the arena does not count against the limits any more."""
         done = self._collapse and self.walk.is_complete
         return done or self.walk.stopped or self.arena() is None
 
@@ -101,7 +101,7 @@ class BackgroundPages:
         self._thread: Thread | None = None
         self._turn_of: object = None  # the owner of the job or arena that the thread works on
         self._closed = False
-        # Page tables take 1/512 of mapped memory, so at most 1/1024 of the machine's memory.
+        # Page tables take 1/512 of mapped memory, so at most 1/1024 of the limit.
         limit = memory_limit()
         self._max_nbytes = math.inf if limit is None else limit.nbytes / 2
         atexit.register(self.close)
@@ -119,7 +119,7 @@ class BackgroundPages:
         """Prepare the existing pages of `arena`, and later the new ones, without a reference to it.
 
         `collapse` makes huge pages of an arena of this process; otherwise pages are mapped. Beyond
-        `MAX_PREMAPPED_ARENAS`, or half of the machine's memory, nothing is prepared.
+        `MAX_PREMAPPED_ARENAS`, or half of `memory_limit`, nothing is prepared.
         """
         with self._changed:
             _discard(self._tasks, lambda task: task.is_over)
@@ -139,9 +139,10 @@ class BackgroundPages:
             self._wake()
 
     def cancel(self, owner: object) -> None:
-        """Stop all work for `owner`; on return the thread uses none of its arenas.
+        """Stop all work for `owner`, and wait until the thread uses none of its arenas.
 
-        Waits for a step in progress: less than 1 ms, or a few ms for huge pages.
+        A step takes less than 1 ms, or a few ms for huge pages. Waits at most 1 s, as a job may
+        take longer.
         """
         with self._changed:
             for task in list(self._tasks):

@@ -93,9 +93,9 @@ class Renewable(Protocol):
     closed when neither end uses it.
 
     Attributes:
-        request_renewal: Set by the user of the link. A thread that transfers calls it if the
-            connection does not reach the memory. It returns once another connection is in use, or
-            raises LLMException.
+        request_renewal: Set by the user of the link. A thread calls it if the connection does not
+            reach memory, or was disturbed. It returns once another connection is in use, or raises
+            LLMException.
         notify_unused: Set by the user of the link. Called when this end does not use a generation
             any more. It must not block.
     """
@@ -117,14 +117,15 @@ class Renewable(Protocol):
         wait. Call this when the peer has opened the connection and will call it too.
 
         Raises:
-            LLMException: LLM_LINK_FAILED, with the reason. Nothing has changed.
+            LLMException: LLM_LINK_FAILED, with the reason. What `open` began is closed.
         """
 
     def adopt(self, generation: int, metadata: bytes) -> None:
         """Use the connection from now on: the peer, which sent `metadata`, has it too.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: bad metadata; LLM_NOT_YET_LINK: the link was closed.
+            LLMException: LLM_PARAM_INVALID: bad metadata; LLM_LINK_FAILED: metadata of another
+                peer; the status of `close` of the link, if it was closed.
         """
 
     def abandon(self, generation: int) -> None:

@@ -427,7 +427,7 @@ class Quarantine:
             self._thread = None
 
     def _try_release(self, is_written: Callable[[], bool], memory: Releasable) -> None:
-        """Release `memory` if no peer can write to it any more; keep it after an error."""
+        """Release `memory` if no peer can write to it any more; keep it if `is_written` raises."""
         try:
             if is_written():
                 return

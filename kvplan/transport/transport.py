@@ -38,8 +38,9 @@ class Transport(ABC):
     """The memory that this process offers to peers, and its links to them.
 
     Transfers are one-sided: the owner's Python takes no part. Methods are thread-safe. A transport
-    belongs to the process that made it: in a forked child, as after `close`, every method but
-    `close` raises LLMException (LLM_FAILED). Subclasses set `_registrations`.
+    belongs to the process that made it: in a forked child, as after `close`, its methods raise
+    LLMException (LLM_FAILED), except `close`, `num_streams` and `shortfall`. Subclasses set
+    `_registrations`.
 
     Attributes:
         name: The name of the transport at both ends, such as "local".
@@ -70,7 +71,7 @@ class Transport(ABC):
             nbytes: The size in bytes.
             prefault: Allocate every page now. Otherwise pages are allocated at their first use, and
                 the system kills a process for which it has no free page.
-            allow_overcommit: Permit more than all memory and swap.
+            allow_overcommit: Permit more than the memory and swap of the machine or cgroup.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: a size that is not possible; LLM_OUT_OF_MEMORY: not
@@ -82,14 +83,14 @@ class Transport(ABC):
     def preregister_pool(self, memory: Registrable, keep: object = None) -> None:
         """Announce a pool before parts of it are registered, so that links can prepare for them.
 
-        Peers cannot reach the pool yet. It is kept alive until the transport is closed.
+        Peers cannot reach the pool yet. Some transports keep it alive until they are closed.
 
         Args:
             memory: The whole pool.
-            keep: An object to keep alive as well, such as the pin of the pool.
+            keep: An object to keep alive with the pool, such as its pin.
 
         Raises:
-            LLMException: LLM_FAILED, or an error of the device.
+            LLMException: as `register`, or an error of the device.
         """
         self._check_open()
         self._registrations.preregister_pool(memory, keep)
@@ -108,8 +109,8 @@ class Transport(ABC):
                 alive until it is deregistered; or (address, nbytes) of memory that the caller keeps
                 alive, such as `(tensor.data_ptr(), tensor.nbytes)`; or a `DeviceRange`.
             writable: True if peers may write to it.
-            keep: An object to keep alive until no peer can write to the memory any more, such as
-                the one that returns the memory to its pool.
+            keep: An object to keep alive until no peer can write to the memory, such as the one
+                that returns the memory to its pool.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: memory that is not mapped, not readable, not
@@ -168,7 +169,8 @@ class Transport(ABC):
         """Change the deadline of a lease that was made with a deadline and has not ended.
 
         Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: the lease has expired.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: the lease has expired, and a thread of the
+                transport has ended it.
         """
         self._check_open()
         self._registrations.renew_lease(slot, generation, deadline_ns)

@@ -62,7 +62,7 @@ class DeviceAddress(Record, frozen=True):
         version: The highest version of a rank table that can describe the device.
         server_id: The host, unique among all hosts.
         device_id: The physical number on the host.
-        device_ip: The address of the network port; None: unknown, which suffices on one host.
+        device_ip: The address of the network port; None: unknown, which suffices without RDMA.
         device_port: The port to listen on; None: HCCL chooses.
         super_device_id, super_pod_id: The place in a super pod; None in version 1.0.
     """

@@ -94,7 +94,7 @@ class Connections:
         self._unused_here: set[int] = set()
         self._unused_there: set[int] = set()
         self._why_closed: LLMException | None = None
-        self._renews = False  # a thread renews the connection because tickets cannot be read
+        self._renews = False  # a thread renews the connection because it was disturbed
 
     def connect(self, timeout_ms: float) -> None:
         """Make the first connection; block until the peer does so too."""
@@ -257,7 +257,7 @@ class Connections:
             self._made[generation] = held
 
     def _renew_disturbed(self, connection: Connection) -> None:
-        """Renew a disturbed connection in a thread: it holds memory, or cannot read tickets."""
+        """Renew the connection in a thread if it was disturbed and is in use for new transfers."""
         with self._mutex:
             is_disturbed = self._current is connection and connection.communicator.disturbed
             if self.request_renewal is None or self._renews or not is_disturbed:

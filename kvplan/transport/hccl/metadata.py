@@ -1,4 +1,4 @@
-"""Metadata of the transport `hccl`. It must not use metadata of other transports."""
+"""Metadata of the transport `hccl`."""
 
 from __future__ import annotations
 

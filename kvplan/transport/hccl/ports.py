@@ -48,11 +48,11 @@ class Port(Record, frozen=True):
     """A network port of a device or host, as an entry of `endpoint_list`.
 
     Attributes:
-        protocol: The protocol that it speaks.
-        comm_id: Its address: an EID for UB, an IP address, or for HCCS the number of the device.
-        placement: Where it is; kvplan uses only ports of devices.
-        plane: Ports of UB reach only ports of the same plane.
-        dst_eid: The only port that this port of UB reaches; empty: any.
+        protocol: The protocol of the port.
+        comm_id: The address: an EID for UB, an IP address, or for HCCS the number of the device.
+        placement: The place of the port; kvplan uses only ports of devices.
+        plane: The plane of a port of UB, which reaches only ports of the same plane.
+        dst_eid: The only port that reaches this port of UB; empty: any.
     """
 
     protocol: Literal["hccs", "roce", "ub_ctp", "ub_tp", "uboe"]
@@ -76,7 +76,7 @@ class Port(Record, frozen=True):
         return self.protocol.startswith("ub_")
 
     def reaches(self, other: Port) -> bool:
-        """Return whether a port of UB reaches another one."""
+        """Return whether this port of UB reaches another one."""
         reached = other.dst_eid.lower().removeprefix("0x")
         is_direct = not reached or reached == self.comm_id.lower()
         is_same_bus = (self.protocol, self.plane) == (other.protocol, other.plane)
@@ -87,7 +87,7 @@ class ServerAddress(Record, frozen=True):
     """The address of a process's server, and the ports that it offers memory on.
 
     Attributes:
-        address, port: Where the server listens.
+        address, port: The IP address and port at which the server listens.
         net_instance_id: The network; UB and HCCS connect only ports of one network.
         ports: The ports of the device.
     """
@@ -225,7 +225,7 @@ def match(here: ServerAddress, there: ServerAddress) -> tuple[Port, Port] | None
 
 
 def why_unreachable(here: ServerAddress | None, there: ServerAddress | None) -> str | None:
-    """Return why both ends cannot use HIXL, or None; only for ends of which one uses it."""
+    """Return why HIXL cannot connect two ends, at least one of which uses it, or None."""
     if here is None or there is None:
         which = "this end uses" if here is not None else "the peer uses"
         return (

@@ -51,8 +51,7 @@ class HcclTransport(Transport):
 
     In HIXL's client/server mode, HIXL takes the place of HCCL, and reaches only device memory.
 
-    Close the transport before the device, and before the memory is freed. A forked child cannot use
-    it.
+    Close the transport before the device, and before the memory is freed.
 
     Memory may be registered several times, and so may a part of registered memory. If a part was
     registered first, HCCL splits the memory into regions, and a tensor must lie inside one.
@@ -92,8 +91,7 @@ class HcclTransport(Transport):
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: the device has no one-sided transfers, HCCL is
                 not installed, an address is unknown, or an environment variable excludes HCCL;
-                LLM_PARAM_INVALID: `local_comm_res`, `staging_nbytes`; LLM_DEVICE_OUT_OF_MEMORY; an
-                error of HCCL.
+                LLM_PARAM_INVALID: an argument; LLM_DEVICE_OUT_OF_MEMORY; an error of HCCL.
         """
         super().__init__()
         if staging_nbytes and not _LEAST_STAGING <= staging_nbytes <= _MOST_STAGING:
@@ -163,7 +161,7 @@ class HcclTransport(Transport):
         """See `Transport.connect`; `streams` is not used.
 
         To reach memory that either end registers later, both renew the connection (`Renewable`).
-        HCCL rounds `timeout_ms` to seconds.
+        For HCCL `timeout_ms` is rounded up to whole seconds.
         """
         self._check_open()
         peer = Metadata.from_bytes(metadata)
@@ -221,7 +219,7 @@ class HcclTransport(Transport):
         )
 
     def _way_to(self, peer: Metadata) -> tuple[RankTable, str]:
-        """Return what connects to the peer, and a text if that is HIXL."""
+        """Return the rank table with the peer, and the `way` of the link if HIXL connects both."""
         if self._server is None or peer.server is None:
             return table_of(self._address, peer.device), ""
         local, remote, protocol = packed_pair(

@@ -90,14 +90,14 @@ class DescriptorServer:
         self._tokens.discard(token)
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """Close the socket and end the thread. Idempotent."""
         self._closed.set()
         with self._mutex, contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Close the socket of a forked child. That of the parent stays open."""
+        """Close the socket only in this process: that of a parent stays open."""
         self._socket.close()
 
     def _serve(self) -> None:

@@ -21,7 +21,7 @@ from kvplan.transport.metadata import Record, Uint64, boot_id
 
 
 class Identity(Record, frozen=True):
-    """A process of this host, from its start to its end.
+    """A process, from its start to its end.
 
     Attributes:
         boot_id: The id of the running kernel; it differs on every host and after every boot.

@@ -127,8 +127,7 @@ class LocalPeerMemory(PeerMemory):
     def check(self, tensors: range | None = None) -> None:
         """Check the peer, its ranges and the leases, before and after a transfer.
 
-        If both checks pass, the transfer has moved the right bytes. All ranges are checked even for
-        a part of the tensors, since this takes no system call.
+        All ranges are checked even for a part of the tensors, since this takes no system call.
         """
         link = self._link
         try:
@@ -146,8 +145,8 @@ class LocalDeviceMemory(LocalPeerMemory):
     def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
         """Return the backend of this process's device, between the peer's device and `other`.
 
-        It announces writes to the owner, and also reads if only the announcement prevents the owner
-        from freeing the memory.
+        The backend announces writes to the owner, and also reads if only the announcement prevents
+        the owner from freeing the memory.
         """
         device = self._link.device
         assert device is not None, "without a device nothing is mapped"
@@ -189,8 +188,8 @@ class LocalLink(TransportLink):
     So a transfer between two passed checks moved the right bytes.
 
     Attributes:
-        is_to_self: True if the peer is this process, whose memory is not mapped again.
-        lacks: By kind of memory, why it is not reached. Kinds: "registered", host memory outside of
+        is_to_self: True if the peer is this process, whose host memory is not mapped again.
+        lacks: The reasons why kinds of memory are not reached: "registered", host memory outside of
             arenas; "device", memory of the peer's device; "pieces", device memory in pieces.
         device: The device of this process for which device memory of the peer is mapped.
     """

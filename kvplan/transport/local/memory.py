@@ -56,10 +56,7 @@ class Held(NamedTuple):
 
 
 class PeerArenas:
-    """The arenas of process `pid` that are mapped here, each once.
-
-    `is_self` is True if `pid` is this process.
-    """
+    """The arenas of process `pid` that are mapped here, each once."""
 
     def __init__(self, pid: int, *, populate: str, is_self: bool = False) -> None:
         self._pid = pid

@@ -1,4 +1,4 @@
-"""Metadata of the transport `local`. It must not use metadata of other transports.
+"""Metadata of the transport `local`.
 
 The metadata grants no rights: the operating system decides which process may reach which memory.
 """

@@ -31,18 +31,18 @@ class LocalTransport(Transport):
     """The memory that this process offers to peers on this host, and its links to them.
 
     A peer needs `metadata()` and permission of the system: the same user, or CAP_SYS_PTRACE. Under
-    Yama (`kernel.yama.ptrace_scope=1`, as on Ubuntu) that is not enough for memory outside of
-    arenas: there `permit_any_peer=True` lets every process of this user trace this one.
+    Yama (`kernel.yama.ptrace_scope=1`, as on Ubuntu) the same user is not enough for memory outside
+    of arenas: there `permit_any_peer=True` lets every process of this user trace this one.
 
-    After `deregister` no peer reads or writes the memory, which may be freed. The call waits until
-    a peer that is writing has finished a piece (about 0.1 ms); that peer reports an error. If a
-    peer does not stop within 1 s (a stopped process, for example), its later writes by address are
-    refused. Memory that the peer has mapped (arenas, device memory) is then kept alive until the
-    peer continues or dies. kvplan cannot keep device memory alive that the user has allocated: the
-    call then also waits for peers that read it, and after the warning the memory must not be freed.
+    After `deregister` no peer writes the memory, which may be freed. A read that a peer has begun
+    reports an error. The call waits until a peer that is writing has finished a piece (about
+    0.1 ms); that peer reports an error too. If a peer does not stop within 1 s (a stopped process,
+    for example), its later writes by address are refused. Memory that the peer has mapped (arenas,
+    device memory) is then kept alive until the peer continues or dies. kvplan cannot keep device
+    memory alive that the user has allocated: the call then also waits for peers that read it, and
+    after the warning the memory must not be freed.
 
-    Close the transport (or leave its `with` block) before the memory is freed; links stay. A forked
-    child makes a transport of its own.
+    Close the transport (or leave its `with` block) before the memory is freed; links stay.
     """
 
     name: ClassVar[str] = LocalLink.transport

@@ -1,4 +1,4 @@
-"""Metadata of the transport `tcp`. It must not use metadata of other transports."""
+"""Metadata of the transport `tcp`."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class TcpTransport(Transport):
     The transport opens no port: `connect` takes connections as `Streams`. An engine makes them
     through the port of the end that listens; docs/how-to/across-hosts.md shows a program without
     engines. Threads that serve peers start with the first link. Close the transport before the
-    memory is freed. A forked child makes a transport of its own.
+    memory is freed.
     """
 
     name: ClassVar[str] = TcpLink.transport
@@ -97,7 +97,7 @@ class TcpTransport(Transport):
         """See `Transport.num_streams`: two for each connection of the link.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: bad metadata.
+            LLMException: as `connect`.
         """
         return 2 * min(self._connections, self._peer(metadata).connections)
 

@@ -1,4 +1,4 @@
-"""Metadata of the transport `ucx`. It must not use metadata of other transports."""
+"""Metadata of the transport `ucx`."""
 
 from __future__ import annotations
 

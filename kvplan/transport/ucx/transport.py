@@ -45,12 +45,12 @@ class UcxTransport(Transport):
     """The memory that this process offers over UCX, and its links to peers.
 
     The constructor loads UCX and starts a thread that progresses it. Close the transport before the
-    memory is freed. A forked child cannot use it.
+    memory is freed.
 
     After `deregister` no linked peer writes the memory, which may be freed. A read that a peer has
     begun continues and reports an error. The call waits for writes that peers have begun, which
-    report an error too. If a peer does not stop within 1 s, the memory is kept alive. That ends
-    when the peer continues, its link ends, or (without RDMA) the peer ends.
+    report an error too. If a peer does not stop within 1 s, the memory is kept alive until that
+    peer continues, its link ends, or (without RDMA) its process ends.
     """
 
     name = UcxLink.transport
