@@ -26,7 +26,8 @@ from kvplan.transport.registrations import (
 Tickets = frozenset[tuple[int, int]]
 """A peer's writes to this process at one moment, each as (index in the peer's table, number)."""
 
-_POLL_S: Final = 100e-6
+_POLL_S: Final = 100e-6  # at first; later a part of the time that was waited
+_POLL_PART: Final = 1 / 16
 _STALLED_S: Final = 0.02  # timeout for peers that made no progress since the last wait
 
 _Peer = TypeVar("_Peer")
@@ -64,9 +65,9 @@ class Writers(Generic[_Peer]):
         began = time.monotonic()
         while late := [writer for writer in writers if writer.is_writing()]:
             patience = _STALLED_S if all(map(self._has_stalled, late)) else WRITER_TIMEOUT_S
-            if time.monotonic() > began + patience:
+            if (waited_s := time.monotonic() - began) > patience:
                 break
-            time.sleep(_POLL_S)
+            time.sleep(max(_POLL_S, waited_s * _POLL_PART))
             writers = late
         for writer in late:
             self._stalled[writer.peer] = writer.tickets

@@ -48,3 +48,16 @@ def test_a_new_write_is_waited_for_beside_one_of_the_same_peer_that_made_no_prog
     assert late.are_writing()
     peer.ends_at.clear()
     assert not late.are_writing()
+
+
+def test_the_longer_a_wait_takes_the_less_often_it_looks() -> None:
+    """Reading the table of a device or of another process takes a while."""
+    reads = 0
+
+    def read(peer: Peer) -> Tickets:
+        nonlocal reads
+        reads += 1
+        return peer.read()
+
+    assert Writers(read).wait([Peer()]) is not None
+    assert reads < 300
