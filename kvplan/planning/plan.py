@@ -164,12 +164,12 @@ class Plan:
         """Bytes copied in total."""
         return sum(map(attrgetter("nbytes"), self.parts))
 
-    @property
+    @cached_property
     def num_tensor_pairs(self) -> int:
         """Tensor pairs of all parts."""
         return sum(map(attrgetter("num_tensor_pairs"), self.parts))
 
-    @property
+    @cached_property
     def num_descriptors(self) -> int:
         """Number of descriptors after lowering."""
         return sum(map(attrgetter("num_descriptors"), self.parts))

@@ -32,6 +32,7 @@ from kvplan import (
 )
 from kvplan.layout import CacheLayout, Shard
 from kvplan.planning import Segments
+from kvplan.planning.ranges import RangePart, RangePlan, Ranges
 from tests.planning.transfers import Example, transfers
 
 DESC = CacheDesc(8, (16, 3), DataType.DT_FLOAT16)
@@ -451,3 +452,13 @@ class TestGrowth:
             "same blocks"
         )
         assert plan.for_layers(range(5, 6)).num_descriptors == 3_000
+
+
+def test_the_numbers_of_a_plan_of_ranges_are_known_before_its_parts_are_made() -> None:
+    def make() -> list[RangePart]:
+        raise AssertionError("logs and traces of each transfer ask only for numbers")
+
+    columns = (np.array(column, np.uint64) for column in ([64, 96, 128], [0, 32, 64], [4, 4, 4]))
+    plan = RangePlan(Ranges(*columns, pulls=True), 2, 12, make)
+    numbers = plan.num_descriptors, plan.num_tensor_pairs, plan.nbytes
+    assert (numbers, plan.kind, plan.operation) == ((3, 2, 12), "C2C", "pull_ranges")
