@@ -46,7 +46,7 @@ Nodes = tuple[tuple[int, frozenset[int]], ...]
 """NUMA nodes with the processors of each."""
 
 _NUMBERS: Final = (int, float)
-_LONG_MS: Final = 1 << 63  # the executor handles longer timeouts, even beyond every float
+_LONG_MS: Final = 1 << 63  # the executor handles longer timeouts, such as ints beyond any float
 
 
 class Transfers:
@@ -57,8 +57,8 @@ class Transfers:
         wrap: called with each backend; returns the backend to use, such as a wrapper for faults,
             delays, limits or traces.
         tuning: the tuning of copies; None: the built-in one.
-        nodes: the processors of each NUMA node to spread the threads over, which then first copy
-            to memory of their node; None: the system chooses where threads run.
+        nodes: the processors of each NUMA node to spread the threads over; each thread prefers
+            copies to memory of its node. None: the system chooses where threads run.
 
     Attributes:
         rows: lowers requests without a plan.
@@ -209,7 +209,7 @@ class Transfers:
         Raises:
             TypeError, LLMException: see `submit` and `TransferTask.wait`; LLM_FAILED: `close` has
                 stopped the transfer.
-            ValueError: timeout_ms is < 0 or not a number.
+            ValueError: timeout_ms is < 0 or NaN.
         """
         lost_before = False
         if (
@@ -285,8 +285,8 @@ class Transfers:
     ) -> Literal["done", "refused", "lost"]:
         """Copy a small transfer from a peer on this host to memory that is held.
 
-        The copy runs between two checks of the peer and with the GIL, so no other thread sees it
-        in flight.
+        "lost": bytes were written, but the peer is not as before. The GIL is held from the first
+        check of the peer to the second, so no other thread sees the copy in flight.
         """
         reader: tuple[Peer, bytes, bool] | None = getattr(src, "reader", None)  # of a peer's memory
         if reader is None or type(dst) is not HostMemory or not dst.held:
@@ -384,11 +384,11 @@ def default_transfers(tuning: str | None = None, nodes: Nodes = ()) -> Transfers
 
     Args:
         tuning: as for `choose`; callers with the same tuning and nodes share threads.
-        nodes: as for `Transfers`, if there are several, and a thread for each. To one node this
-            thread is bound, and so the copying threads are.
+        nodes: as for `Transfers`, if there are several, and a thread for each. For one node,
+            the caller binds its thread to the node, and new threads inherit that.
 
     Raises:
-        LLMException: LLM_PARAM_INVALID: the tuning is invalid.
+        LLMException: LLM_PARAM_INVALID: the tuning is invalid; see also `Transfers`.
     """
     return _transfers_of(os.getpid(), tuning, nodes)
 

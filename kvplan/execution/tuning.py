@@ -56,7 +56,7 @@ class Choice(NamedTuple):
     Attributes:
         tuning: the tuning of copies.
         source: "built in", "measured", or the name of the option or variable that gave it.
-        note: the reason why the stored tuning is not used; empty: it is used or does not exist.
+        note: the reason why the stored tuning cannot be read; otherwise empty.
     """
 
     tuning: Tuning
