@@ -31,7 +31,7 @@ class CacheStatus:
     """The state of a cache at the time of the call.
 
     Attributes:
-        cache_id: unique id; each attempt to make a cache takes the next number.
+        cache_id: unique id, in ascending order; failed attempts may use numbers up.
         cache_desc: its description.
         paged: True if its rows are blocks.
         nbytes: bytes of all tensors.

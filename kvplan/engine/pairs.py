@@ -350,7 +350,7 @@ def prepare_parts(
 def move_now(
     engine: Engine, request: Request, started: float, tag: str, notify: bytes | None
 ) -> bool:
-    """Move a small request between two mapped memories; False: nothing has moved."""
+    """Move a small request between two mapped memories; False: an operation must move it."""
     pair = request.pair
     if pair is None or pair.peer is None or not engine.moves_small:
         return False

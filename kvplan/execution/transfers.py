@@ -46,7 +46,7 @@ Nodes = tuple[tuple[int, frozenset[int]], ...]
 """NUMA nodes with the processors of each."""
 
 _NUMBERS: Final = (int, float)
-_LONG_MS: Final = 1 << 63  # the executor handles longer timeouts, such as ints beyond any float
+_LONG_MS: Final = 1 << 63  # the executor handles longer timeouts, even beyond every float
 
 
 class Transfers:
@@ -285,8 +285,8 @@ class Transfers:
     ) -> Literal["done", "refused", "lost"]:
         """Copy a small transfer from a peer on this host to memory that is held.
 
-        "lost": bytes were written, but the peer is not as before. The GIL is held from the first
-        check of the peer to the second, so no other thread sees the copy in flight.
+        The copy runs between two checks of the peer and with the GIL, so no other thread sees it
+        in flight.
         """
         reader: tuple[Peer, bytes, bool] | None = getattr(src, "reader", None)  # of a peer's memory
         if reader is None or type(dst) is not HostMemory or not dst.held:
