@@ -109,7 +109,7 @@ def log_operation(
     error: BaseException | None = None,
     **fields: object,
 ) -> None:
-    """Log the outcome of an operation as `key=value` on logger `kvplan`; omit fields of None."""
+    """Log the outcome of an operation as `key=value` on logger `kvplan`; omit None fields."""
     status = status_of(error)
     level = logging.WARNING if status.is_failure else logging.INFO
     if not logger.isEnabledFor(level):

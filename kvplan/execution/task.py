@@ -96,7 +96,7 @@ class StoppedError(LLMException):
 class TransferTask(NativeTask):
     """The handle of a submitted plan.
 
-    The plan, its descriptors and both memories live until the outcome, even if the handle does not.
+    The plan and both memories live until the outcome, and as long as the handle.
     Dropping the handle does not stop the transfer; `cancel` does. Any thread may call the methods.
     A forked child gets a NativeError unless the outcome was found before the fork.
 
