@@ -53,7 +53,7 @@ class Transfers:
     """A thread pool, and the executor that submits plans to it.
 
     Args:
-        threads: number of copying threads; None: that of the tuning.
+        threads: number of copying threads, 1 to 64; None: that of the tuning.
         wrap: called with each backend; returns the backend to use, such as a wrapper for faults,
             delays, limits or traces.
         tuning: the tuning of copies; None: the built-in one.
@@ -65,6 +65,7 @@ class Transfers:
         small_nbytes: the largest transfer that the calling thread copies without a task; 0: none.
 
     Raises:
+        TypeError, ValueError: an argument of the wrong type or range.
         LLMException: LLM_OUT_OF_MEMORY: the system has too few threads.
     """
 

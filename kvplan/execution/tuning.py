@@ -1,7 +1,6 @@
 """The choice of a copy tuning: given, stored for this kind of machine, or built in.
 
-Only `kvplan tune` (`kvplan/cli/tune/host.py`) measures and stores a tuning. The file is checked
-when it is read.
+Only `kvplan tune` (`kvplan/cli/tune/host.py`) measures and stores a tuning.
 """
 
 from __future__ import annotations
