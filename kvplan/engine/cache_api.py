@@ -31,7 +31,7 @@ class CacheStatus:
     """The state of a cache at the time of the call.
 
     Attributes:
-        cache_id: unique id; each attempt to make a cache takes the next number.
+        cache_id: unique id, in ascending order; failed attempts may use numbers up.
         cache_desc: its description.
         paged: True if its rows are blocks.
         nbytes: bytes of all tensors.
@@ -190,7 +190,7 @@ class CacheOperations(OperationRunner):
         """Free an allocated cache: a paged one at once, a contiguous one after its keys are gone.
 
         Until then peers pull it by key, but not by id. Its memory stays as long as an array or a
-        transfer of this process uses it. A freed or unknown cache has no effect.
+        task of this process has it. A freed or unknown cache has no effect.
 
         Raises:
             TypeError: not a Cache.

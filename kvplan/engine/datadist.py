@@ -331,7 +331,8 @@ class LlmDataDist(
         """Return the counters as plain values by name.
 
         "operations" (calls by status, bytes, seconds) counts across `finalize` and `initialize`.
-        "in_flight" (transfers), "links" (by state) and "cache_bytes" (by placement) are current.
+        "in_flight" (transfers and notifications), "links" (by state) and "cache_bytes" (by
+        placement) are current.
 
         Raises:
             LLMException: LLM_FAILED: in a forked child.

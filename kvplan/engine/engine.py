@@ -160,7 +160,7 @@ class Engine:
     def listen(self, address: str, stacklevel: int) -> None:
         """Listen only at `address` ("ip:port", port 0: any); empty: stop listening.
 
-        Warns if no cluster key is set, because any program could link. `stacklevel` is for the
+        Warns if other hosts may reach the address without a cluster key. `stacklevel` is for the
         warning; 1 means the caller of this method.
         """
         here = self.links.endpoint
@@ -209,7 +209,7 @@ class Engine:
         self.links.publish_and_confirm(self.wait_ms / 1000)
 
     def drain(self) -> None:
-        """Refuse further calls, and wait at most SyncKvCacheWaitTime for the transfers in flight.
+        """Refuse further operations, and wait at most SyncKvCacheWaitTime for those in flight.
 
         `close` must follow, even after an interrupt.
         """

@@ -100,8 +100,8 @@ class InterfaceOperations(TransferOperations):
         Args:
             src: the remote cache or slot, or a lease.
             dst: the local paged cache.
-            src_blocks: remote blocks, one for each of `dst_blocks`. None or empty: `src` names a
-                slot, which is cut into blocks. None with a lease: all blocks of the lease.
+            src_blocks: remote blocks with the tokens for `dst_blocks`. None or empty: `src` names
+                a slot, which is cut into blocks. None with a lease: all blocks of the lease.
             dst_blocks: local blocks.
             layers, num_tokens, coalesce, reinterpret: see `Transfer`.
             src_token, dst_token: tokens to skip at the start of each block table.
@@ -181,7 +181,7 @@ class InterfaceOperations(TransferOperations):
             src: the local paged cache.
             dst: the remote paged cache, a lease of blocks, or addresses.
             src_blocks: local blocks.
-            dst_blocks: remote blocks, one for each of `src_blocks`; None: all blocks of a lease.
+            dst_blocks: remote blocks for the tokens of `src_blocks`; None: all blocks of a lease.
             layers, num_tokens, coalesce, reinterpret: see `Transfer`.
             src_token, dst_token: tokens to skip at the start of each block table.
 

@@ -28,7 +28,7 @@ class LayerEvent:
     descriptor and holds the tasks. Thread-safe, but not usable in a forked child.
 
     Args:
-        tasks: tasks that `layered` returned.
+        tasks: `LayerTask` handles that `layered` returned.
 
     Raises:
         TypeError: an argument is not a LayerTask.

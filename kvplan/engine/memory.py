@@ -320,7 +320,7 @@ def read_tensors(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
 
 
 def _pieces(desc: CacheDesc, array: NDArray[Any]) -> Iterator[tuple[int, memoryview]]:
-    """Yield the offset and the array of each contiguous piece of a tensor."""
+    """Yield each contiguous piece of a tensor: its offset there, and its part of `array`."""
     if desc.row_stride is None:
         yield 0, array.data
         return

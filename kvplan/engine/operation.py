@@ -39,8 +39,8 @@ class TransferOptions(TypedDict, total=False):
         notify: 1 to 4096 bytes that are sent to the peers after every byte has arrived. The
             transfer succeeds when the peers' engines have them. None: nothing is sent.
         notify_failure: bytes to send instead if the transfer fails, unless the link is broken.
-        verify: True to read all moved bytes again and compare. Default: the option `kvplan.verify`
-            of the engine.
+        verify: True to read all moved bytes again and compare. False: the option `kvplan.verify`
+            of the engine decides.
         tag: name in logs and recordings, such as the id of the request: at most 128 printable
             characters.
     """
@@ -93,8 +93,8 @@ class Operation:
 
     by_layer = False  # True: each layer moves by itself
     is_reported = True  # True: `completions()` gets the task
-    # True: a key is assumed to name its last known cache. If that cache was freed, the transfer
-    # fails before it moves a byte, and is retried without the assumption.
+    # True: a key or an address is assumed to name its last known cache. If that cache was freed,
+    # the transfer fails, and is retried without the assumption.
     speculated = False
     retried = False
     moves = False  # True inside the `with` block
@@ -313,7 +313,7 @@ def notify_moved(engine: Engine, link: PeerLink, name: str, tag: str, notify: by
 
 
 def checked(options: Mapping[str, Any], allowed: Container[str]) -> dict[str, Any]:
-    """Return the options that are not None; refuse wrong values, and names not in `allowed`."""
+    """Return the options that are not None; refuse wrong values, and those not `allowed`."""
     given = {}
     for name, value in options.items():
         if name not in allowed:

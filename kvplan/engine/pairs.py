@@ -305,7 +305,7 @@ class PairOperation(Operation, ABC):
     ) -> None:
         """Let later requests find the rows of these caches, unless the peer must be asked first."""
         requests, link = self._requests, self._requests[0].link
-        # An empty source table, for example, means a slot.
+        # They differ, for example, if an empty source table means a slot.
         kinds = [(request.kind, pair.kind) for request, pair in zip(requests, rows, strict=True)]
         if self.link is not link or any(asked != found for asked, found in kinds):
             return
@@ -350,7 +350,7 @@ def prepare_parts(
 def move_now(
     engine: Engine, request: Request, started: float, tag: str, notify: bytes | None
 ) -> bool:
-    """Move a small request between two mapped memories; False: nothing has moved."""
+    """Move a small request between two mapped memories; False: an operation must move it."""
     pair = request.pair
     if pair is None or pair.peer is None or not engine.moves_small:
         return False

@@ -54,8 +54,8 @@ class PollableQueue(Generic[_T]):
     def fileno(self) -> int:
         """Return a descriptor that polls readable while items are unread, or after `finalize`.
 
-        For `select`, `epoll` and event loops. When the descriptor is readable, read this object,
-        not the descriptor; the queue may still be empty. The descriptor is closed with this object.
+        Pass it to `select`, `epoll` or an event loop. When it is readable, read this object, not
+        the descriptor; the queue may still be empty. The descriptor is closed with this object.
 
         Raises:
             LLMException: LLM_FAILED: in a forked child.
@@ -70,7 +70,7 @@ class PollableQueue(Generic[_T]):
             timeout_ms: milliseconds, >= 0; None: until an item arrives or `finalize`.
 
         Raises:
-            ValueError: timeout_ms < 0 or not a number.
+            ValueError: timeout_ms is < 0 or NaN.
             LLMException: LLM_FAILED: in a forked child.
         """
         check_timeout(timeout_ms)
@@ -168,7 +168,7 @@ MAX_UNTAKEN: Final = 65536
 class Completions(PollableQueue["_Ended"]):
     """Submitted tasks of one engine in the order of their end; `wait` of a task gives its outcome.
 
-    While 65536 wait here, no other task can be submitted. A task keeps its plan, but no memory.
+    While 65536 wait here, no other task can be submitted. Each keeps its plan and its memories.
     """
 
     def check_room(self) -> None:

@@ -1,4 +1,4 @@
-"""Transfers between registered memory, named by addresses at both ends."""
+"""Transfers between caches, named by addresses at both ends."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ _SUCCESS: Final = LLMStatusCode.LLM_SUCCESS
 class AddressRanges:
     """Ranges of bytes to move, by their addresses here and in a peer.
 
-    Each range must lie in registered memory at both ends. A range may cross from one registration
-    into an adjacent one. Contiguous arrays of uint64 are not copied: do not change them afterwards.
+    Each range must lie in caches at both ends. A range may cross from one tensor into an adjacent
+    one. Contiguous arrays of uint64 are not copied: do not change them afterwards.
 
     Args:
         cluster_id: id of the peer, or of the engine itself for copies inside it.
@@ -103,7 +103,7 @@ class AddressRanges:
 
 
 class _Placed(NamedTuple):
-    """Ranges that were found in the registered memory of both sides. Keeps no memory alive."""
+    """Ranges that were found in caches of both sides. Keeps no memory alive."""
 
     mine: ref[AddressIndex[CacheEntry]]
     its: ref[AddressIndex[Any]]
@@ -168,10 +168,7 @@ class RangeOperation(Operation):
 def move_ranges_now(
     engine: Engine, ranges: AddressRanges, started: float, tag: str, notify: bytes | None
 ) -> bool:
-    """Pull small ranges from a peer on this host in the calling thread; False: not moved.
-
-    Unusual or wrong ranges are not moved here: an operation moves or refuses them.
-    """
+    """Pull small ranges from a peer on this host; False: an operation moves or refuses them."""
     link = engine.links.peers.get(ranges.cluster_id)
     if (
         link is None
@@ -212,7 +209,7 @@ def _find(
     ranges: AddressRanges, link: PeerLink | None, mine: AddressIndex[CacheEntry],
     its: AddressIndex[Any], *, again: bool = False,
 ) -> _Found:  # fmt: skip
-    """Find ranges in registered memory and lower them; `again`: ignore an earlier result."""
+    """Find ranges in caches and lower them; `again`: ignore an earlier result."""
     placed = ranges._placed
     if again or placed is None or placed.mine() is not mine or placed.its() is not its:
         placed = None
@@ -288,7 +285,7 @@ def _cut(
     own: AddressIndex[CacheEntry], peer: AddressIndex[Any],
     local: Column, remote: Column, nbytes: Column,
 ) -> tuple[Column, Column, Column]:  # fmt: skip
-    """Cut ranges at the borders of registrations; refuse unregistered bytes."""
+    """Cut ranges at the borders of tensors; refuse bytes outside of caches."""
     here = own.cut("local", local, remote, nbytes)
     if len(here.nbytes) != len(nbytes):  # first, so that errors have the caller's numbers
         peer.cut("remote", remote, local, nbytes)

@@ -58,8 +58,8 @@ class RecordingOperations(OperationRunner):
             TypeError: an argument of the wrong type.
             OSError: the file cannot be created.
             LLMException: LLM_PARAM_INVALID: a number out of range, this engine is being recorded,
-                or the file belongs to another engine or is not a recording; LLM_FAILED: not
-                initialized; LLM_ENGINE_FINALIZED.
+                another engine records to the file, or it is not a recording; LLM_OUT_OF_MEMORY: no
+                thread left; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
         return _record(self._running(), path, max_bytes=max_bytes, files=files)
 

@@ -42,13 +42,13 @@ class CacheRegistry:
     """All caches of one engine; thread-safe.
 
     An allocated cache lives until its id, its last key and its last claim are gone. Peers reach it
-    until then. The memory returns to its pool after the last transfer and the last array. A
+    until then. The memory returns to its pool after the last task and the last array. A
     registered cache ends when it is unregistered; its memory belongs to the user.
 
     Args:
         transports: offer the caches to peers.
         options: the pools, and the largest number of tensors of a registered cache.
-        on_change: called after `offered` has changed, in the thread that changed it.
+        on_change: called after a cache is added, renewed or freed, in the thread that does so.
         device: holds caches with Placement.DEVICE; None: the host holds all caches.
 
     Attributes:
@@ -95,7 +95,7 @@ class CacheRegistry:
         self._by_address: AddressIndex[CacheEntry] | None = None  # None: outdated
 
     def allocate(self, desc: CacheDesc, *, paged: bool, keys: Sequence[AnyKey] = ()) -> CacheEntry:
-        """Make a cache in memory of the engine: from the placement's pool, or in its own arena.
+        """Make a cache in memory of the placement's pool, or without a pool in its own memory.
 
         Fresh memory is zeroed; pages of a pool keep their previous content.
 
@@ -305,7 +305,7 @@ class CacheRegistry:
             return [(entry, entry.cache.cache_id in self._entries) for entry in living]
 
     def survey(self, look: Callable[[Mapping[int, CacheEntry]], _T]) -> _T:
-        """Return the result of `look(offered)`.
+        """Return the result of `look` for the caches that peers can reach, by id.
 
         `look` must not keep an entry, so that freed caches return their memory at once.
         """
@@ -367,7 +367,7 @@ class CacheRegistry:
             run(partial(end_all, unused))
 
     def close(self) -> None:
-        """Remove all caches; idempotent. Memory stays while a transfer or an array uses it."""
+        """Remove all caches; idempotent. Memory stays while a task or an array has it."""
         with self._mutex:
             self._closed = True
             held = [*self._held.values(), *self._pending.all()]

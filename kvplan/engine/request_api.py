@@ -112,9 +112,9 @@ class LeaseOperations(OperationRunner):
                 All moves happen at once, so that {4: 5, 5: 4} is an exchange.
             follow: True: leases name the new blocks. False: leases that name a moved block end,
                 with `LeaseEnd.MOVED`.
-            copy: copies the bytes of the blocks. It is called when no peer reads or writes the
-                blocks with these leases, so no push is lost. None: the bytes were copied before,
-                and pushes between that copy and this call are lost.
+            copy: copies the bytes of the blocks. It is called when no peer writes the blocks with
+                these leases any more, so no push is lost. None: the bytes were copied before, and
+                pushes between that copy and this call are lost.
 
         Returns:
             The leases that name a moved block: their new values, or the leases that ended.
@@ -144,9 +144,9 @@ class LeaseOperations(OperationRunner):
     def on_released(self, callback: OnReleased) -> Callable[[], None]:
         """Call `callback(lease, end)` when the blocks of a lease of this engine are free.
 
-        `end` is a `LeaseEnd`. The thread that calls `release` or frees the cache reports those
-        leases before it returns. A thread of the engine reports expired leases, and those that a
-        peer has delayed. The callback may lease and release. Exceptions are logged.
+        `end` is a `LeaseEnd`. The thread that calls `release` or `moved`, or frees the cache,
+        reports those leases before it returns. A thread of the engine reports expired leases, and
+        those that a peer has delayed. The callback may lease and release. Exceptions are logged.
 
         Returns:
             A function that removes the callback.

@@ -93,7 +93,7 @@ class TransferOperation(PairOperation):
         shares = len(self.found) > 1
         src_tensor = dst_tensor = 0
         for place, (source, target) in enumerate(self.found):
-            # Not joined memory, which is new in each operation, so that its pair is never known.
+            # Not the joined memory: it is new in each operation, so its pair would never be known.
             lowered = self._lower(
                 place,
                 source.memory or src,
@@ -213,7 +213,7 @@ class TransferOperation(PairOperation):
         """Return whether the source and the destination of a pair must be paged.
 
         None: no block moves, so the source may be either. The third value is the name of the
-        source's block table in errors; empty: the source has none.
+        source's block table in errors; empty: errors do not name the table.
         """
         if not self._is_alone:
             return True, True, ""

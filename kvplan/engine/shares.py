@@ -62,8 +62,8 @@ class Shares(NamedTuple):
     name: str  # of the operation
     is_gather: bool
     is_copy: bool  # inside this process
-    # Of each operation: one for each peer, and for each further source of a gather in that peer;
-    # layer by layer, one for each pair.
+    # A list for each operation. There is one operation for each peer, and for each further source
+    # of a gather in that peer; layer by layer, one for each pair.
     pairs: list[list[Pair]]
 
 

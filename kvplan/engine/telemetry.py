@@ -109,7 +109,7 @@ def log_operation(
     error: BaseException | None = None,
     **fields: object,
 ) -> None:
-    """Log the outcome of an operation as `key=value` on logger `kvplan`; omit fields of None."""
+    """Log the outcome of an operation as `key=value` on logger `kvplan`; omit None fields."""
     status = status_of(error)
     level = logging.WARNING if status.is_failure else logging.INFO
     if not logger.isEnabledFor(level):
@@ -201,7 +201,7 @@ class Tracer:
 
 
 class InFlight:
-    """The operations of an engine in flight, from before they look up a cache to their outcome.
+    """The operations of an engine in flight, from the start of their `with` to their outcome.
 
     Without a lock: an operation is added before it reads `closed`, and `close` sets `closed` before
     it looks for operations. References are weak: an interrupt may drop an operation at any step.

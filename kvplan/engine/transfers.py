@@ -53,7 +53,7 @@ class TransferOperations(OperationRunner):
     - `Planned`: a plan that was made earlier, with the two caches.
     - a mapping of names to `Transfer` or `Planned`: caches of one request, such as MLA's latent and
       its indexer, or layers with and without a sliding window. Several peers may have them.
-    - `AddressRanges`: registered memory by addresses.
+    - `AddressRanges`: memory of caches by addresses.
 
     A transfer has one deadline, one outcome, and one notification to each peer.
     """
@@ -77,8 +77,8 @@ class TransferOperations(OperationRunner):
     def run(self, transfer: Movable, **options: Unpack[RunOptions]) -> None:
         """Execute a transfer; after this call every byte has arrived.
 
-        The calling thread copies too. The pull of the last tensor consumes a request's `CacheKey`;
-        keys of prefixes and all other names are never consumed.
+        The calling thread copies too. The pull of the last tensor consumes a request's `CacheKey`
+        of an allocated cache; no other name is consumed.
 
         Args:
             transfer: the transfer.
@@ -87,17 +87,17 @@ class TransferOperations(OperationRunner):
 
         Raises:
             TypeError: an argument or option of the wrong type, or one that does not exist.
-            ValueError: timeout_ms is < 0 or not a number; a number outside its C type.
+            ValueError: timeout_ms is < 0 or NaN; a number outside its C type.
             LLMException: LLM_PARAM_INVALID: see `kvplan.plan`; this engine's own cluster, a cache
                 that is not writable there, or an option that the transfer cannot have;
                 LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: the link is broken, or
                 broke meanwhile; LLM_KV_CACHE_NOT_EXIST: a cache or address does not exist here or
-                there, or a lease has ended; LLM_REPEAT_REQUEST: another pull has claimed the key;
+                there, or a lease has ended; LLM_REPEAT_REQUEST: another engine pulls by the key;
                 LLM_FEATURE_NOT_ENABLED: memory that the link does not reach, or host and device
                 memory in one transfer; LLM_TIMEOUT: the time has passed; LLM_LINK_BUSY: the peer's
                 program does not read its notifications; LLM_FAILED: not initialized, or `verify`
                 has found unequal bytes; LLM_ENGINE_FINALIZED.
-            GatherError: a transfer with several peers failed; names each peer that failed.
+            GatherError: a gather, or a transfer with several peers; names each failed source.
         """
         started = perf_counter()
         engine = self._engine
@@ -157,7 +157,7 @@ class TransferOperations(OperationRunner):
             options: `notify`, `notify_failure`, `verify`, `tag` and `after`; see `SubmitOptions`.
 
         Returns:
-            A `GatherTask` for a transfer with several peers, otherwise a `TransferTask`.
+            A `GatherTask` for a gather or several peers, otherwise a `TransferTask`.
 
         Raises:
             TypeError, ValueError, GatherError: see `run`.
@@ -271,7 +271,7 @@ class TransferOperations(OperationRunner):
         return task
 
     def _look(self, operation: Operation, plan: Plan, src: TensorMemory, dst: TensorMemory) -> None:
-        """Show a plan to the hooks before its execution, and remember what is to be verified."""
+        """Warn of reinterpreted bytes, call the hooks, and remember what is to be verified."""
         if operation.engine.reinterpret and plan.reinterpret:
             for part in plan.parts:
                 if part.reinterpret:
@@ -314,7 +314,7 @@ def _operation(
     speculative: bool = False,
     **options: Any,
 ) -> _Operation | Several:
-    """Return the operation of a transfer; for several peers, `Several`. `options` are checked."""
+    """Return the operation of a transfer, or `Several`. `options` come from `checked`."""
     if isinstance(transfer, AddressRanges):
         return RangeOperation(engine, transfer, **options)
     name, transfers = "", cast("Mapping[str, Transfer | Planned]", {"": transfer})

@@ -81,10 +81,10 @@ class LeaseView(Sequence["Rows"]):
         """Confirm the data read so far: the lease has not ended, and the owner lives.
 
         Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: the lease was released or has expired, or its
-                cache was freed: blocks may have been those of another request while they were
-                read; LLM_LINK_FAILED: the owner has exited; LLM_NOT_YET_LINK: this engine has
-                ended the link.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: the lease was released or moved or has expired,
+                or its cache was freed: blocks may have been those of another request while they
+                were read; LLM_LINK_FAILED: the owner has exited; LLM_NOT_YET_LINK: this engine
+                has ended the link.
         """
         self._memory.check()
 

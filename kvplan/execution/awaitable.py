@@ -50,7 +50,7 @@ class AwaitableTask(ABC):
         """Wait as `wait` does, under the name used by futures.
 
         Raises:
-            ValueError: timeout_ms < 0 or not a number.
+            ValueError: timeout_ms is < 0 or NaN.
             LLMException: see `wait`.
         """
         self.wait(timeout_ms)
@@ -99,7 +99,7 @@ class AwaitableTask(ABC):
                 await ended
 
     def when_settled(self, call: Callable[[], object]) -> None:
-        """Call `call()` once `wait` would not block: now, or later in another thread.
+        """Call `call()` once `wait` would not block: now, or later in any thread.
 
         Args:
             call: must neither block nor raise.

@@ -62,7 +62,7 @@ def _bind_part(part: Part, src: Bindable, dst: Bindable, one_space: bool) -> Des
         raise invalid("dst is read-only")
     read = src_bases = src.addresses[part.src_tensors.start : part.src_tensors.stop]
     written = dst_bases = dst.addresses[part.dst_tensors.start : part.dst_tensors.stop]
-    if part.split:  # views are adjacent in a tensor
+    if part.split:  # compare tensors: views of one tensor would seem to clash
         views = part.split, part.tensors_per_layer
         read, src_bases, _ = view_addresses(part.src, src.addresses, part.src_tensors, *views)
         written, dst_bases, _ = view_addresses(part.dst, dst.addresses, part.dst_tensors, *views)
@@ -137,7 +137,7 @@ def join(
 def parts_are_apart(
     parts: Sequence[Part], src: Bindable, dst: Bindable, *, one_space: bool
 ) -> bool:
-    """Return True if no part writes a tensor that another part reads or writes."""
+    """Return True only if no rows of dst, with `one_space` also of src, share a byte."""
     addresses, sides = dst.addresses, [part.dst for part in parts]
     if one_space:
         addresses = np.concatenate((addresses, src.addresses))
@@ -156,7 +156,7 @@ def _runs_are_apart(
     """Return True if parts that share tensors write different bytes of them, and read none.
 
     Such parts may be layers with and without a sliding window. Their runs are compared once for all
-    tensors that the same parts share. False: tensors overlap in another way, or bytes are shared.
+    tensors that the same parts share. False: other overlaps, shared bytes, or parts with views.
     """
     writers: dict[int, list[int]] = {}
     sizes: dict[int, int] = {}

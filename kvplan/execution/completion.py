@@ -138,7 +138,7 @@ class Tracker:
     def watch(self, task: NativeTask) -> None:
         """Let `cancel` stop a task that waits for its layers, and detect the failure of a layer.
 
-        `track` follows once all layers are ready.
+        An engine calls `track` once all layers are ready.
         """
         self._open.add(ref(task, self._open.discard))
         with suppress(LLMException):  # without a thread, the caller finds the failure
@@ -159,7 +159,7 @@ class Tracker:
             tracked.task.cancel(reason)
 
     def close(self, timeout_s: float) -> None:
-        """Wait for all tasks to settle, and for the thread to drop them; `timeout_s` for each."""
+        """Wait for all tasks to settle, then for the thread to drop them; `timeout_s` per wait."""
         with self._changed:
             self._closing = True
             self._changed.wait_for(lambda: not self._tracked, timeout_s)
@@ -270,7 +270,7 @@ class CompletionThread:
             raise system_error("could not create the queue of completions", error) from error
         self._fd = self.queue.fileno()
         self._epoll.register(self._fd, select.EPOLLIN)
-        self._rounds: list[Event] = []  # set at the end of the next round
+        self._rounds: list[Event] = []  # set at the end of a round
         self._thread = start_thread("kvplan-completions", self._run)
 
     def add_reader(self, reader: Readable) -> None:
@@ -322,7 +322,7 @@ def _call_safely(call: Callable[[], object]) -> None:
 
 
 class _ProcessState:
-    """The thread and tracker of this process, started on demand; a forked child has its own."""
+    """The threads and the tracker of this process; a forked child has its own."""
 
     def __init__(self) -> None:
         # Kept, because a child must not finalize objects of its parent.

@@ -66,15 +66,15 @@ handle of an event (CUevent, aclrtEvent).
 
 
 GateOf: TypeAlias = "Callable[[str, ComputeEvent], Gate]"
-"""Returns the gate of a transfer, from the name and the value of an argument."""
+"""A function from the name and the value of an argument to the gate of a transfer."""
 
 
 StreamOf: TypeAlias = "Callable[[str, ComputeStream], int]"
-"""Returns the handle of a stream, from the name and the value of an argument."""
+"""A function from the name and the value of an argument to the handle of a stream."""
 
 
 def no_accelerator(name: str, event: object) -> LLMException:
-    """Return the error of an event or stream without an accelerator."""
+    """Return the error of an event or stream for an engine without an accelerator."""
     return unsupported(
         f"{name}={shown(event)}: the engine has no accelerator (option kvplan.accelerator)"
     )
@@ -115,7 +115,7 @@ def stream_handle_of(name: str, stream: ComputeStream, prefix: str) -> int:
 
 
 def _stream(name: str, value: object, prefix: str) -> int | None:
-    """Return the handle of a stream; None: the value is not a stream of this accelerator."""
+    """Return the handle of a stream; None: not a stream. Refuse one of another accelerator."""
     handle = _read(name, value, f"{prefix}_stream")
     if handle is None and prefix == "cuda":
         handle = _named(name, value)

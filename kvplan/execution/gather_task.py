@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GatherError(LLMException):
-    """A failed transfer with several peers; its status is that of the first failed source.
+    """A failed gather, or transfer with several peers; has the status of the first failed source.
 
     Attributes:
         failed: the errors of sources by place. `origin` and `unconfirmed` of each refer to its own
@@ -46,7 +46,7 @@ class GatherError(LLMException):
 
 
 class GatherTask(AwaitableTask):
-    """The handle of a submitted transfer with several peers.
+    """The handle of a submitted gather, or transfer with several peers.
 
     All methods are thread-safe. Like a `TransferTask`, the handle can be awaited under asyncio.
 
@@ -86,10 +86,11 @@ class GatherTask(AwaitableTask):
             timeout_ms: milliseconds for all sources together, >= 0; None waits forever.
 
         Raises:
-            ValueError: timeout_ms < 0 or not a number.
+            ValueError: timeout_ms is < 0 or NaN.
             GatherError: LLM_TIMEOUT if the time has passed, otherwise the status of a failed
                 source. Names each source that failed or was stopped.
-            LLMException: all bytes have arrived, but a peer could not be notified.
+            LLMException: all bytes have arrived, but a peer could not be notified; or
+                LLM_OUT_OF_MEMORY: the system has no thread left, and the transfer was stopped.
         """
         check_timeout(timeout_ms)
         end = inf if timeout_ms is None else perf_counter() + timeout_ms / 1000
@@ -129,7 +130,7 @@ class GatherTask(AwaitableTask):
     def block_stream(self, stream: ComputeStream) -> None:
         """Let later work of `stream` wait for the copies from all sources.
 
-        Calls `TransferTask.block_stream` of each; after an error the stream waits only for some.
+        After an error the stream waits only for some.
 
         Raises:
             NativeError, TypeError, LLMException: see `TransferTask.block_stream`.
@@ -235,7 +236,7 @@ class LayerGatherTask(GatherTask):
         """Submit a layer that holds its final values; see `LayerTask.ready`.
 
         Raises:
-            TypeError: layer is not an integer, or event is not an event.
+            TypeError: event is not an event.
             LLMException: see `LayerTask.ready`.
         """
         tasks = [task for task in self.tasks.values() if layer in _own_layers(task)]
@@ -246,7 +247,7 @@ class LayerGatherTask(GatherTask):
 
 
 def _own_layers(task: LayerTask) -> range:
-    """Return the layers of a task, as this process numbers them."""
+    """Return the layers of a task in the numbers of this process's cache."""
     part = task.plan.part
     return part.dst_layers if part.local == "dst" else part.src_layers
 

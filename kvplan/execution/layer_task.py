@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class LayerProgress(NamedTuple):
-    """The source layers of a plan by progress: each is in one tuple, ascending.
+    """The source layers of a plan by progress: each layer is in one tuple, ascending.
 
     Attributes:
         waiting: not ready yet.
@@ -46,9 +46,9 @@ class LayerProgress(NamedTuple):
 class LayerTask(TransferTask):
     """The handle of a plan whose layers move one by one, each when `ready` is called for it.
 
-    Unlike a `TransferTask` it cannot end before every layer is ready. So dropping the last handle
-    earlier cancels the transfer, with a ResourceWarning. Bytes of layers that were never ready are
-    not confirmed, and errors of `wait` name these layers.
+    It cannot succeed before every layer is ready. So dropping the last handle earlier cancels the
+    transfer, with a ResourceWarning. Bytes of layers that were never ready are not confirmed; the
+    error of a timeout or of `cancel` names these layers.
 
     Args:
         gate_of: returns the gate of a layer's event; None: the engine has no accelerator.
@@ -138,7 +138,7 @@ class LayerTask(TransferTask):
         )
 
     def progress(self) -> LayerProgress:
-        """Return the layers that wait, move, are done or have failed."""
+        """Return the layers by progress."""
         found = self._layered.states() if self.plan.nbytes else [LAYER_DONE] * len(self._layers)
         states = list(zip(self._layers, found, strict=True))
         kinds = (LAYER_WAITING, LAYER_MOVING, LAYER_DONE, LAYER_FAILED)

@@ -65,8 +65,8 @@ class TensorMemory(Protocol):
     ) -> Backend | None:
         """Return the backend that moves bytes between this memory and `other`.
 
-        Sides other than `HostMemory` are asked before each transfer. The result is kept with this
-        memory: equal calls must return the same object.
+        Sides other than `HostMemory` are asked before each transfer. Wrappers of the result are
+        kept with this memory, so equal calls must return the same object.
 
         Args:
             pool: the threads to copy with, if threads of the host copy.
@@ -75,8 +75,7 @@ class TensorMemory(Protocol):
 
         Returns:
             The backend. None lets the other side decide; if both return None, a plain copy moves
-            the bytes. Memory of a peer decides before memory of a device; of two devices, the
-            source decides.
+            the bytes. Both may return one only if the source is on a device; then `dst` decides.
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: bytes cannot move between the two.
@@ -178,7 +177,7 @@ class HostMemory(Revocable):
         repeated before every transfer unless an `owner` keeps the memory.
 
         Raises:
-            TypeError, ValueError: an address that is not a uint64.
+            TypeError, ValueError: an address that is not in [1, 2**64).
             LLMException: LLM_PARAM_INVALID: the wrong number of addresses, or a range that is not
                 mapped with this access; names the address and the hole.
         """
@@ -201,7 +200,7 @@ class HostMemory(Revocable):
         """Check raw addresses again. Arrays are held: only a call such as `resize_` frees them.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: an address is not mapped any more.
+            LLMException: see `check_mapped`.
         """
         if self._owner is None:
             self.check_mapped(tensors)
@@ -210,7 +209,7 @@ class HostMemory(Revocable):
         """Refuse tensors that are not mapped, or not readable or writable as needed.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID.
+            LLMException: LLM_PARAM_INVALID; LLM_OUT_OF_MEMORY or LLM_FAILED: /proc is unreadable.
         """
         part = slice(0, None) if tensors is None else slice(tensors.start, tensors.stop)
         try:

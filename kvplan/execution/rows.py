@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvplan.planning.side import Side
 
 _MAX_PAIRS: Final = 1024
-"""Maximum number of cached pairs of memories, with the layers that move between them."""
+"""Maximum number of cached `RowPair` values."""
 
 _Key = tuple[
     int, int, "Operation", "KvCacheExtParam | None", bool, bool, bool, range | None, int | None,
@@ -92,7 +92,7 @@ class RowPair(NamedTuple):
     ) -> tuple[Part, Descriptors] | None:
         """Return the part and the descriptors of a request, or None if the planner must decide.
 
-        The rows are block tables, or the index of a slot; `name` and `place` label the part.
+        The rows are block tables; that of a slot has its index. `name` and `place` label the part.
         """
         if type(src_rows) not in _TABLES or type(dst_rows) not in _TABLES:
             return None
@@ -132,7 +132,7 @@ class RowPair(NamedTuple):
         src_token: int,
         dst_token: int,
     ) -> Part:
-        """Return the part of the plan of a request that was lowered without one."""
+        """Return the part of the plan of a lowered request."""
         known = cut.part.copy()
         known["request"] = (
             src_rows, dst_rows, self.layers, self.by_layer, num_tokens, src_token, dst_token,
@@ -285,7 +285,7 @@ def tensors_clash(target: Side, written: Addresses, source: Side, read: Addresse
 def are_apart(
     addresses: Addresses, caches: Sequence[Side | CacheDesc], counts: Sequence[int]
 ) -> bool:
-    """Return True if no two tensors have rows that share a byte.
+    """Return True only if no two tensors have rows that share a byte.
 
     `addresses` has the tensors of all caches in order; `counts`, the number of tensors of each.
     """
@@ -313,7 +313,7 @@ def are_apart(
 def view_addresses(
     side: Side, addresses: Addresses, views: range, split: tuple[str, ...], per_layer: int
 ) -> tuple[Addresses, Addresses, int]:
-    """Return the addresses of distinct tensors and of views, and the largest offset of a view."""
+    """Return the addresses of tensors and of views, and the largest offset of a view."""
     if not split:
         tensors = addresses[views.start : views.stop]
         return tensors, tensors, 0

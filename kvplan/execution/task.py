@@ -96,18 +96,18 @@ class StoppedError(LLMException):
 class TransferTask(NativeTask):
     """The handle of a submitted plan.
 
-    The plan, its descriptors and both memories live until the outcome, even if the handle does not.
+    The plan and both memories live until the outcome, and as long as the handle.
     Dropping the handle does not stop the transfer; `cancel` does. Any thread may call the methods.
-    A forked child gets a NativeError, since the task is its parent's.
+    A forked child gets a NativeError unless the outcome was found before the fork.
 
     Awaiting a task under asyncio is a `wait` that does not block the event loop; it returns None or
     raises. A cancelled await cancels the transfer, and ends when no byte is touched.
 
     Args:
         on_outcome: called with the error or None, by the thread that finds the outcome first,
-            before any caller gets it. An exception after a success becomes the outcome. Called
-            again, with an error, only if an interrupt ended the first call, perhaps before its
-            first line.
+            before any caller gets it. An LLMException after a success becomes the outcome. Called
+            again, with an error, only if another exception, such as an interrupt, ended the first
+            call, perhaps before its first line.
         stream_of: returns the handle of a stream; None: the engine has no accelerator.
     """
 
@@ -140,7 +140,7 @@ class TransferTask(NativeTask):
 
     @property
     def settled(self) -> bool:
-        """See `AwaitableTask.settled`. A caller that polls need not wait for another thread."""
+        """See `AwaitableTask.settled`. Settles a task that is done and not `settles_aside`."""
         if not self._is_settled and not self.settles_aside and self.done:
             with suppress(LLMException):  # `wait` raises it again
                 self._conclude()
@@ -159,8 +159,8 @@ class TransferTask(NativeTask):
                 be called again.
 
         Raises:
-            NativeError: in a forked child, because the task belongs to its parent.
-            ValueError: timeout_ms < 0 or not a number.
+            NativeError: in a forked child, unless the outcome was found before.
+            ValueError: timeout_ms is < 0 or NaN.
             LLMException: LLM_TIMEOUT after the timeout; otherwise the status of the failure.
                 `unconfirmed` lists the descriptors that may not have arrived; `origin` is the
                 place of the first failure.
@@ -202,7 +202,7 @@ class TransferTask(NativeTask):
 
         Raises:
             NativeError: in a forked child, because the task belongs to its parent.
-            TypeError: not a stream, but an event or a handle.
+            TypeError: not a stream, such as an event or a handle.
             LLMException: LLM_FEATURE_NOT_ENABLED: no stream of a device moves these bytes (`tcp`,
                 `ucx` or the host does); the host still waits for the event `after`; the engine has
                 no accelerator, or an Ascend device. Wait on the host then.
@@ -291,7 +291,7 @@ class TransferTask(NativeTask):
                 raise
 
     def explain(self) -> str:
-        """Return the progress of each layer as text: confirmed descriptors, and the failure."""
+        """Return the confirmed descriptors of each layer, and the failure; in flight, one line."""
         if not self.native.done:
             held = getattr(self.native, "held", False)  # False for layers: each has its own event
             behind = ", waiting for its event" if held else ""
@@ -345,7 +345,7 @@ def failure(
         elif report.status == KVN_REVOKED:
             cause = revocation(memories)
         return _failure(plan, report, cause, missing if report.status in _ABANDONED else "")
-    # The copies succeeded, but not with the memory that was registered.
+    # The bytes that moved may be of other memory than was registered.
     unconfirmed = ((0, plan.num_descriptors),)
     return LLMException(
         f"{plan.operation} {plan.kind}: {lost.args[0]}; no descriptor is confirmed"

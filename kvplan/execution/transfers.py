@@ -52,18 +52,19 @@ class Transfers:
     """A thread pool, and the executor that submits plans to it.
 
     Args:
-        threads: number of copying threads; None: that of the tuning.
+        threads: number of copying threads, 1 to 64; None: that of the tuning.
         wrap: called with each backend; returns the backend to use, such as a wrapper for faults,
             delays, limits or traces.
         tuning: the tuning of copies; None: the built-in one.
-        nodes: the processors of each NUMA node to spread the threads over, which then first copy
-            to memory of their node; None: the system chooses where threads run.
+        nodes: the processors of each NUMA node to spread the threads over; each thread prefers
+            copies to memory of its node. None: the system chooses where threads run.
 
     Attributes:
         rows: lowers requests without a plan.
         small_nbytes: the largest transfer that the calling thread copies without a task; 0: none.
 
     Raises:
+        TypeError, ValueError: an argument of the wrong type or range.
         LLMException: LLM_OUT_OF_MEMORY: the system has too few threads.
     """
 
@@ -208,7 +209,7 @@ class Transfers:
         Raises:
             TypeError, LLMException: see `submit` and `TransferTask.wait`; LLM_FAILED: `close` has
                 stopped the transfer.
-            ValueError: timeout_ms is < 0 or not a number.
+            ValueError: timeout_ms is < 0 or NaN.
         """
         backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
         try:
@@ -352,11 +353,11 @@ def default_transfers(tuning: str | None = None, nodes: Nodes = ()) -> Transfers
 
     Args:
         tuning: as for `choose`; callers with the same tuning and nodes share threads.
-        nodes: as for `Transfers`, if there are several, and a thread for each. To one node this
-            thread is bound, and so the copying threads are.
+        nodes: as for `Transfers`, if there are several, and a thread for each. For one node,
+            the caller binds its thread to the node, and new threads inherit that.
 
     Raises:
-        LLMException: LLM_PARAM_INVALID: the tuning is invalid.
+        LLMException: LLM_PARAM_INVALID: the tuning is invalid; see also `Transfers`.
     """
     return _transfers_of(os.getpid(), tuning, nodes)
 

@@ -1,7 +1,6 @@
 """The choice of a copy tuning: given, stored for this kind of machine, or built in.
 
-Only `kvplan tune` (`kvplan/cli/tune/host.py`) measures and stores a tuning. The file is checked
-when it is read.
+Only `kvplan tune` (`kvplan/cli/tune/host.py`) measures and stores a tuning.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Choice(NamedTuple):
     Attributes:
         tuning: the tuning of copies.
         source: "built in", "measured", or the name of the option or variable that gave it.
-        note: the reason why the stored tuning is not used; empty: it is used or does not exist.
+        note: the reason why the stored tuning cannot be read; otherwise empty.
     """
 
     tuning: Tuning

@@ -57,7 +57,7 @@ def verify(
 ) -> None:
     """Compare every `every`-th descriptor of an executed plan, from a random one on.
 
-    The side of another process, or dst, is read again into `scratch`, a part at a time.
+    The side in another process, otherwise dst, is read again into `scratch`, a part at a time.
     """
     deadline = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
     chosen = np.arange(random.randrange(every), descriptors.count, every)
