@@ -1,7 +1,7 @@
 """kvplan: plan, read, test and execute transfers of an LLM's KV cache.
 
 Planning needs only NumPy and msgspec. The first use of `submit`, `execute` or `HostMemory` loads
-the native part; the first use of `LlmDataDist` also loads the sockets.
+the native part; that of `LlmDataDist` or `ClusterInfo` also loads the sockets.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class LLMStatusCode(IntEnum):
     """Outcome of an operation, with the names and values of LLM-DataDist.
 
-    LLM_CANCELLED is kvplan's own. Its number is not a uint32, so LLM-DataDist cannot use it.
+    LLM_CANCELLED is kvplan's own.
     """
 
     LLM_SUCCESS = 0
@@ -66,7 +66,7 @@ class LLMException(RuntimeError):
         unconfirmed: see below.
 
     Attributes:
-        origin: the `Plan.origin` of the descriptor that failed first; None: unknown.
+        origin: the `Plan.origin` of the first descriptor known to have failed; None: unknown.
         unconfirmed: half-open spans of indices of descriptors whose bytes may not have arrived;
             empty if nothing was submitted.
     """

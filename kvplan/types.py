@@ -164,10 +164,10 @@ class CacheDesc:
         TypeError: a field of the wrong type.
         ValueError: num_tensors outside uint32, or a dimension or row_stride outside int64.
         LLMException: LLM_PARAM_INVALID: no tensors; an empty or too long shape; a dimension
-            below 1; a format that is not a layout of these dimensions, or has more than 256
-            characters; an index outside the shape; a row that is not contiguous or not whole
-            bytes; a row_stride below the size of a row; tensors too large to address; a shard
-            that does not fit the shape, or has heads or tokens that the layout does not name.
+            below 1; a data type without a fixed width; a format that is not a layout of these
+            dimensions, or is too long; an index outside the shape; a row that is not contiguous or
+            not whole bytes; a row_stride below the size of a row; tensors too large to address; a
+            shard that does not fit the shape, or has heads or tokens that the layout lacks.
     """
 
     num_tensors: int
@@ -476,7 +476,7 @@ class KvCacheExtParam:
         src_layer_range: layers of the source; a `LayerRange`.
         dst_layer_range: equally many layers of the destination.
         tensor_num_per_layer: tensors of one layer, a divisor of the number of tensors. None: as the
-            layout or shard says; without them 2, or 1 for an odd number without ranges.
+            layout or shard says, else 2; 1 for one tensor, and for an odd number without ranges.
     """
 
     src_layer_range: LayerRange = None

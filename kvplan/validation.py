@@ -37,7 +37,7 @@ def printable(text: str) -> str:
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor to read a regular file: a FIFO would block, and a device may not end."""
+    """Return a descriptor to read a regular file; refuse others, which may block or not end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor

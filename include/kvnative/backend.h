@@ -2,8 +2,8 @@
  * backend may wrap another one: the wrappers of the tests produce every failure on any machine.
  *
  * Rules:
- * - No call holds the GIL or allocates per descriptor.
- * - `submit` copies the three column pointers, not the columns: they outlive the request.
+ * - No call holds the GIL, or makes an allocation for each descriptor.
+ * - `submit` copies the three column pointers, not the columns, which outlive the request.
  * - The report of a batch is the caller's, and stays in place until `release`. The backend writes it, in `submit` if it
  *   refuses the batch, else before it calls the batch's `end`. The caller reads it once a call has returned the outcome.
  *   No one writes it after that, because the backend reads it too.
@@ -11,7 +11,7 @@
  * - From then on `poll` returns the outcome too, even if another thread is still in `wait`.
  * - `abort` may be called while other threads are in `wait` on the same request.
  * - A batch has any number of descriptors of any size: a backend splits those that exceed a limit of its system.
- * - A request advances whether or not a thread is in a call on it, and the backend calls its `end`: no caller has to poll.
+ * - A request advances even if no thread is in a call on it, and the backend calls its `end`: no caller has to poll.
  * - `submit` refuses a batch that it cannot execute completely, with the reason in the report. */
 #ifndef KVNATIVE_BACKEND_H
 #define KVNATIVE_BACKEND_H

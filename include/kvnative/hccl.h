@@ -1,7 +1,7 @@
 /* The parts of HCCL's one-sided interface that kvplan uses. The declarations are kvplan's own. The library is found at
  * run time, so functions are declared by their types. Sizes and offsets are those of LP64.
  *
- * Names are the vendor's with the prefix kvn_, so that the vendor's documentation can be looked up. */
+ * Names resemble the vendor's, with the prefix kvn_. */
 #ifndef KVNATIVE_HCCL_H
 #define KVNATIVE_HCCL_H
 

@@ -2,7 +2,7 @@
 
 `locate` compares a cache with its expected content. For the first wrong bytes, by layer and then
 in the order of the request, it names layer, heads, tokens and block. It also names the descriptor
-that wrote them, its source, and where their content belongs. `replay` makes the expected content
+that writes them, its source, and where their content belongs. `replay` makes the expected content
 with the reference executor. Engines and transports do not belong here.
 """
 

@@ -21,7 +21,7 @@ class Wrong:
         heads: first and last wrong KV head of the model; None: unknown.
         tokens: first and last wrong token of the request; None: unknown.
         tensor, row: the place of the bytes at dst.
-        descriptor: number, in its part, of the descriptor that wrote the first of the bytes.
+        descriptor: number, in its part, of the descriptor that writes the first of the bytes.
         src_tensor, src_row: the place from which the descriptor read.
         entries: positions of `src_row` in the request's block table at src.
         holds: text about the origin of the bytes; empty: they were not found elsewhere.
@@ -51,11 +51,11 @@ class Difference:
     """The difference between a cache and its expected content, after a plan was executed.
 
     Sizes count whole cells. A cell is one token in one head of the keys or values of a layer, or
-    the smallest piece that the layout distinguishes.
+    less if the layout is unknown, or if the plan cuts cells.
 
     Attributes:
         part: the part of the plan that was executed.
-        wrong_nbytes: bytes that the plan wrote, in cells that differ.
+        wrong_nbytes: bytes that the plan writes, in cells that differ.
         elsewhere_nbytes: bytes in differing cells that the plan does not write.
         layers: numbers of the wrong layers, as in `Wrong.layer`.
         kv: "K", "V" or "K+V"; empty: unknown.
@@ -146,7 +146,7 @@ def _writes_lines(writes: tuple[Write, ...]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Located:
-    """The result of `locate`: true if the plan wrote a wrong byte. Its `str` is a report.
+    """The result of `locate`: true if a byte that the plan writes is wrong. Its `str` is a report.
 
     Attributes:
         differences: one for each part of the plan, in order.

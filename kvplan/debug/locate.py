@@ -32,7 +32,7 @@ def locate(
     recordings: Sequence[Recording] = (),
     cache_id: int | None = None,
 ) -> Located:
-    """Find the differences between a cache and its expected content, in bytes that `plan` wrote.
+    """Find the differences between a cache and its expected content, after `plan` was executed.
 
     Args:
         expected, found: the expected and the actual tensors of the destination: NumPy arrays, or

@@ -89,8 +89,8 @@ class AscendDevice(Device):
     If `library` is None, the installed library is used.
 
     Attributes:
-        notes_pins: True if pinning does not map memory for the device (since CANN 8.5). Memory
-            cannot be mapped twice, and HCCL maps host memory itself.
+        notes_pins: True if pinning does not map memory for the device (since CANN 8.5), so that
+            HCCL can map it: memory cannot be mapped twice.
     """
 
     tensor_kind = "npu"

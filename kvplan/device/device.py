@@ -148,8 +148,8 @@ class Device:
         unpinned.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: `address` is not the start of a page, or the range
-                overlaps pinned memory; an error of the library.
+            LLMException: LLM_PARAM_INVALID: `address` is not the start of a page, or the range is
+                empty or overlaps pinned memory; an error of the library.
         """
         try:
             with native_errors(f"{nbytes} bytes of host memory at {address:#x} to be pinned"):
@@ -188,7 +188,7 @@ class Device:
                 )
 
     def check_host(self, name: str, address: int) -> None:
-        """Refuse an address that is memory of a device.
+        """Refuse an address in memory of a device; memory of another context is not recognized.
 
         Raises:
             LLMException: LLM_PARAM_INVALID; an error of the library.

@@ -106,7 +106,7 @@ class DeviceMemory(Revocable):
 
     @classmethod
     def from_forms(cls, device: Device, forms: Sequence[TensorForm]) -> DeviceMemory:
-        """Return the memory of tensors that claim to be on the device, and keep them alive.
+        """Return the memory of tensors that claim to be on the device, which keeps them alive.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: the address of a tensor is not on the device.

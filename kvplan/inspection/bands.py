@@ -29,7 +29,7 @@ class Places(NamedTuple):
 
 
 class Bands:
-    """All bands of a part, in the order of the block table; if that is unknown, of dst."""
+    """All bands of a part, in the order of the block table, or of dst if that is unknown."""
 
     def __init__(self, part: Part) -> None:
         self.part = part

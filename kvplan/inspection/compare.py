@@ -93,7 +93,7 @@ def compare(old: Plan, new: Plan, names: tuple[str, str] = ("A", "B")) -> list[s
 
     Plans of different requests are compared by position: run i of a destination tensor with run i.
     Lines about layers come first: two requests may use different blocks, but not different layers.
-    No line: both put the same bytes into the same places, in the same order.
+    No line: both put the same bytes into the same places, in the same order for each tensor.
     """
     both = Runs.of(old).by_tensor, Runs.of(new).by_tensor
     _, *at = np.intersect1d(both[0].keys, both[1].keys, assume_unique=True, return_indices=True)

@@ -28,7 +28,7 @@ from kvplan.planning.texts import fit, nbytes_text, place, plural, shown_rows, s
 from kvplan.planning.tokens import BlockTables
 
 OTHER_BYTES = "different bytes"
-"""Beginning of the verdict on plans that do not put the same bytes into the same places."""
+"""Beginning of the verdict on plans of equal caches that write other bytes, or elsewhere."""
 
 LIMIT = 16
 """Maximum number of listed segments; a longer list has its first and last ones and a summary."""
@@ -81,7 +81,7 @@ def _identical(labels: list[str]) -> list[str]:
 
 
 def diff(old: Part, new: Part) -> str:
-    """Return what changed from `old` to `new`; names of caches are not compared."""
+    """Return what changed from `old` to `new`, as text that ends in a verdict."""
     lines = [f"  cache    {text}" for text in _meanings(old, new)]
     lines += [f"  option   {text}" for text in _options(old, new)]
     layers = [model_text(part) for part in (old, new)]
@@ -353,7 +353,7 @@ def _changed_tables(old: BlockTables, new: BlockTables) -> str:
 
 
 def changed_table(name: str, a: NDArray[np.int64], b: NDArray[np.int64]) -> str:
-    """Return the change of one block table as text; empty if it is unknown."""
+    """Return the change of one block table as text; empty if it is not a common mistake."""
     if len(a) != len(b):
         return ""
     odd = np.flatnonzero(a != b)

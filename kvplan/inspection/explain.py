@@ -38,7 +38,7 @@ from kvplan.status import invalid
 from kvplan.validation import check_type, shown
 
 _SIDE_WIDTH = 100
-"""Maximum columns of a line that describes both sides."""
+"""Maximum columns of a line that describes one side or both."""
 
 TINY: Final = 2048
 """Bytes below which the fixed cost of a descriptor exceeds the cost of its bytes, over "local"."""

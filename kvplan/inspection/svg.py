@@ -1,6 +1,6 @@
 """A picture of a plan as SVG: rows of both sides, and a band for each run between them.
 
-A browser shows the title of the band under the pointer. Text is readable on white and on black.
+A browser shows the title of the band under the pointer.
 """
 
 from __future__ import annotations

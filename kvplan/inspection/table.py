@@ -16,13 +16,13 @@ from kvplan.planning.texts import fit, nbytes_text, place, plural, shown_rows, s
 Rows = NDArray[np.int64]
 
 _CHUNK = 4096
-"""Maximum number of runs whose texts are in memory."""
+"""Number of runs whose texts are made at once, and kept for the next pair of tensors."""
 
 _Cells = tuple[str, ...]
 
 
 def table_lines(part: Part, limit: int | None) -> Iterator[str]:
-    """Yield a head and a line for each descriptor; more than `limit` are summarized."""
+    """Yield a head, and a line for each descriptor; beyond `limit`, only the first and last."""
     table = _Table(part)
     head, tail = shown_rows(part.num_descriptors, limit)
     total = part.num_descriptors

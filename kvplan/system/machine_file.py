@@ -1,4 +1,4 @@
-"""Files of measurements in the user's cache folder, for each kind of machine."""
+"""Files of measurements, by kind of machine, in the user's cache folder."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _UCRED: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 class StateFile(NamedTuple):
-    """The path of a state file, and the reason if it is in the runtime directory, or ""."""
+    """The path of a state file, and the reason why it is in the runtime directory, or ""."""
 
     path: Path
     why_not_home: str

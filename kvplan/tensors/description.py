@@ -21,7 +21,7 @@ def check_contiguous(form: TensorForm) -> None:
 
 
 def _check_dense(form: TensorForm) -> None:
-    """Refuse a tensor that is not C-contiguous; name a permutation that is, if there is one."""
+    """Refuse a tensor that is not C-contiguous; name a permutation that is, if one exists."""
     if form.is_contiguous:
         return
     remedy = "contiguous memory is needed, such as a copy of it"

@@ -212,7 +212,7 @@ def array_form(desc: CacheDesc) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def read_form(name: str, given: Any) -> TensorForm:
-    """Return the form of the tensor `given`, and keep the tensor alive."""
+    """Return the form of the tensor `given`, which keeps the tensor alive."""
     if isinstance(given, np.ndarray):
         return _of_array(name, given)
     if all(callable(getattr(given, name, None)) for name in ("data_ptr", "stride", "element_size")):

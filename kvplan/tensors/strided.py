@@ -44,7 +44,7 @@ def strided_caches(
         placement: the kind of memory of the descriptors.
 
     Raises:
-        TypeError: rows that are not integers, or a number outside uint64.
+        TypeError: rows that are not integers; a number of 2**63 or more in a list.
         ValueError: rows of unequal length.
         LLMException: LLM_PARAM_INVALID: rows that do not have 5 numbers, an address, length or
             count below 1, a device below 0, overlapping pieces, or an end of 2**63 or more.

@@ -1,6 +1,6 @@
 """Helpers for tests of programs that plan transfers; the pytest plugin offers them as fixtures.
 
-The helpers plan, and execute plans on arrays: they need no engine, peer or compiled code.
+The helpers execute plans on arrays: they need no engine, peer or compiled code of kvplan.
 """
 
 from kvplan.testing.caches import BlockTables, Executed, make_desc, request_tokens, run_reference

@@ -166,8 +166,8 @@ def run_reference(
 
     Args:
         src: one array for each tensor; None: random elements, none of them 0.
-        dst: the same; None: zeros, so that every other value was written. For a copy inside one
-            cache, give the arrays of `src`.
+        dst: the same; None: zeros, so that a value other than 0 was written. For a copy inside
+            one cache, give the arrays of `src`.
         seed: seed of the random elements.
 
     Raises:
@@ -242,7 +242,7 @@ def request_tokens(
     Raises:
         LLMException: LLM_PARAM_INVALID: the layout is unknown or lacks an axis of tokens, or a
             wrong number of tensors.
-        IndexError: a block is out of range.
+        IndexError: a block is past the last one.
     """
     layout = desc.layout
     if layout is None or "token" not in layout.axes:

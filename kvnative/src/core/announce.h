@@ -15,7 +15,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-/* Bytes that one ticket announces, for which an owner may have to wait. */
+/* Bytes of a round of UCX or HCCL, which one ticket announces; more if the last piece exceeds them. */
 #define KVN_ROUND_NBYTES (UINT64_C(64) << 20)
 
 /* The next ticket for the owner with this tag: not 0 and not an earlier one. */

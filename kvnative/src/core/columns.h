@@ -38,7 +38,7 @@ typedef struct kvn_cursor {
     uint64_t skip; /* bytes of that descriptor */
 } kvn_cursor;
 
-/* Advances by nbytes of the current descriptor, and past descriptors that end there or are empty. */
+/* Advances by nbytes, and past descriptors that end there or are empty. */
 static inline void kvn_cursor_advance(kvn_cursor *at, const kvn_columns *columns, uint64_t nbytes)
 {
     while (nbytes > 0 || (at->index < columns->count && columns->nbytes[at->index] == at->skip)) {

@@ -7,7 +7,7 @@
 
 #include "kvnative/status.h"
 
-/* Bits of an ending's state. The thread that sets the second one appends the token. */
+/* Bits of an ending's state. The thread that sets the later one appends the token. */
 #define IS_DUE 1u
 #define IS_WATCHED 2u
 

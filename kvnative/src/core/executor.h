@@ -13,9 +13,9 @@
 /* Embed it where it stays in place until kvn_task_release; the fields are executor.c's.
  *
  * The end of a transfer is seen three times, because each holder lets go under a lock of its own, and none may take the
- * next one's: the backend has written the report and touches no byte (on its thread, with its locks), the task has
- * released the request, which no thread uses any more (`status`, with the mutex), and Python has released descriptors
- * and memory (`AnyTask.outcome`, with the GIL). The outcome itself exists once, in `outcome`. */
+ * next one's. The backend has written the report and touches no byte (on its thread, with its locks). The task has
+ * released the request, which no thread uses any more (`status`, with the mutex). Python has released descriptors and
+ * memory (`AnyTask.outcome`, with the GIL). The outcome itself exists once, in `outcome`. */
 typedef struct kvn_task {
     kvn_backend *backend;
     kvn_columns columns;

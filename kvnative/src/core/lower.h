@@ -44,8 +44,8 @@ typedef enum kvn_argument {
     KVN_ARG_COUNTS = KVN_NUM_ARGUMENTS, /* + the level */
 } kvn_argument;
 
-/* The fault of a recipe: argument[index] is `value`, and may be at most `most` (an nbytes or a count is also at
- * least 1). */
+/* The fault of a recipe: argument[index] is `value`, and may be at most `most`, which has no meaning for a count. An
+ * nbytes or a count is also at least 1. */
 typedef struct kvn_refusal {
     kvn_argument argument;
     size_t index;

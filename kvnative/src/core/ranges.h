@@ -15,7 +15,7 @@ typedef struct kvn_ranges {
     uint64_t *nbytes;
 } kvn_ranges;
 
-/* Words of scratch memory that the functions below need for `count` ranges. */
+/* Words of `scratch` that the functions below with that argument need for `count` ranges. */
 size_t kvn_ranges_scratch(size_t count);
 
 /* Sorts `from` into `to` by group and source address, and merges copies of a group that are adjacent on both sides.

@@ -13,7 +13,7 @@ static inline bool kvn_is_given_up(int status)
     return status == KVN_TIMEOUT || status == KVN_CANCELLED || status == KVN_REVOKED;
 }
 
-/* Resets a report to KVN_PENDING, which is no outcome, without failure and spans. */
+/* Resets a report to KVN_PENDING, which is not an outcome, without failure and spans. */
 void kvn_report_begin(kvn_report *report);
 /* Refuses a batch of `count` descriptors, of which no byte was moved. Returns `status`. */
 int kvn_report_refuse(kvn_report *report, uint64_t count, int status, int code, const char *format,

@@ -86,9 +86,9 @@ bool kvn_rows_fit(const kvn_rows *rows, uint64_t src_nbytes, uint64_t dst_nbytes
 /* Bytes of scratch memory, aligned to 8, that a request needs; 0: too many. */
 size_t kvn_rows_scratch(const kvn_rows *rows, const kvn_rows_request *request);
 
-/* Checks and cuts a request; the cut is in `scratch`. False leaves it to the planner: a row is out of range, written
- * twice, or read and written in one cache; the tables do not hold the tokens or do not match; keys and values become
- * tensor pairs; or there are too many sizes or runs. */
+/* Checks and cuts a request; the pieces are in `scratch`. False leaves it to the planner: a row is out of range,
+ * written twice, or read and written in one cache; the tables do not hold the tokens or do not match; keys and values
+ * become tensor pairs; or there are too many sizes or runs. */
 bool kvn_rows_cut_up(const kvn_rows *rows, kvn_rows_request request, void *scratch,
                      kvn_rows_cut *cut);
 

@@ -15,7 +15,7 @@ typedef enum kvn_maps_source {
 /* KVN_OK: every byte of [address, address + nbytes) of this process is mapped and readable, and writable if
  * `writable` is set. The first and the last byte of each mapping must exist: bytes beyond the end of a file do not.
  * KVN_INVALID: the range is empty or exceeds the address space. KVN_UNMAPPED: `failure` names the range and its first
- * hole. Takes no lock and allocates nothing. */
+ * hole. KVN_UNSUPPORTED: the source cannot be read. The query takes no lock and allocates nothing. */
 int kvn_mapping_check(uint64_t address, uint64_t nbytes, int writable, kvn_maps_source source,
                       kvn_failure *failure);
 /* Checks `count` ranges; *failed is the index of the first bad one. Each further range takes a tenth of the first

@@ -11,7 +11,7 @@
 #include "process/mapping.h"
 #include "host/pooled.h"
 
-/* The calling thread itself moves smaller batches, which takes less time than waking a worker. */
+/* The calling thread itself moves batches up to this size, which takes less time than waking a worker. */
 #define INLINE_NBYTES (128u << 10)
 /* Pieces are longer than those of a plain copy, since each call pins pages and looks the process up. An abort waits
  * for one piece: half a millisecond. */

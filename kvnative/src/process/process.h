@@ -9,7 +9,7 @@
 
 /* `direction`: KVN_PEER_GET (source addresses belong to the peer) or KVN_PEER_PUT. The pool must outlive the backend.
  * NULL with errno set (EINVAL, ENOMEM) on failure. Descriptors fail with KVN_PEER_GONE, KVN_DENIED, KVN_UNMAPPED (the
- * message names the side) or KVN_UNSUPPORTED. */
+ * message names the side), KVN_UNSUPPORTED, KVN_NO_MEMORY or KVN_FAILED. */
 kvn_backend *kvn_process_create(kvn_pool *pool, int pid, kvn_direction direction);
 
 #define KVN_READ_NOW 64 /* descriptors */
