@@ -58,9 +58,12 @@ class LayerEvent:
                 self._thread = completion_thread()
                 self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
                 self._thread.add_reader(self)
-        except (OSError, LLMException) as error:
+        except OSError as error:
             self._release()
             raise system_error("could not create event", error) from error
+        except LLMException:
+            self._release()
+            raise
 
     def fileno(self) -> int:
         """Return the descriptor to write to, an eventfd; -1: the event is closed."""

@@ -162,6 +162,11 @@ class Operation:
         return True
 
     @property
+    def has_claim(self) -> bool:
+        """True if the end must tell the peer whether a key is consumed."""
+        return self._claim is not None
+
+    @property
     def cluster_id(self) -> int | None:
         """Cluster of the peer; None inside one process."""
         return None if self.link is None else self.link.cluster_id
@@ -302,12 +307,18 @@ class Operation:
         link.begin(self)
 
 
-def notify_moved(engine: Engine, link: PeerLink, name: str, tag: str, notify: bytes) -> None:
-    """Send the notification of a transfer that has moved without an operation."""
+def notify_moved(
+    engine: Engine, link: PeerLink, name: str, started: float, options: Mapping[str, Any]
+) -> None:
+    """Send the notification, if any, of a transfer that has moved without an operation."""
+    if (notify := options.get("notify")) is None:
+        return
+    if (left_ms := options.get("timeout_ms")) is not None:
+        left_ms = max(0.0, left_ms - (perf_counter() - started) * 1000)
     try:
-        link.notify(notify)
+        link.notify(notify, left_ms)
     except LLMException as error:
-        with Operation(engine, name, tag=tag) as operation:
+        with Operation(engine, name, tag=options.get("tag", "")) as operation:
             operation.hold(link)
             raise operation.undelivered(error) from None
 

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, Unpack
 from weakref import ref
 
 import msgspec
@@ -40,7 +40,7 @@ from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import BlocksCacheKey, Cache, CacheIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvnative._process import Peer
     from kvnative._writers import WriteGuard
@@ -347,9 +347,7 @@ def prepare_parts(
     return plan, src, dst, descriptors
 
 
-def move_now(
-    engine: Engine, request: Request, started: float, tag: str, notify: bytes | None
-) -> bool:
+def move_now(engine: Engine, request: Request, started: float, options: Mapping[str, Any]) -> bool:
     """Move a small request between two mapped memories; False: an operation must move it."""
     pair = request.pair
     if pair is None or pair.peer is None or not engine.moves_small:
@@ -381,13 +379,12 @@ def move_now(
     if nbytes == 0:
         return False
     link = request.link
-    if notify is not None:
-        notify_moved(engine, link, rows.operation, tag, notify)
+    notify_moved(engine, link, rows.operation, started, options)
     seconds = perf_counter() - started
     if (recorder := engine.recorder) is not None and not recorder.ended:  # before it is counted
         head = (
-            started, seconds, rows.operation, 0, "", tag, link.cluster_id, entry.cache.cache_id,
-            () if lease is None else (lease.lease_id,), nbytes,
+            started, seconds, rows.operation, 0, "", options.get("tag", ""), link.cluster_id,
+            entry.cache.cache_id, () if lease is None else (lease.lease_id,), nbytes,
         )  # fmt: skip
         moved = request.src_rows, request.dst_rows
         make = partial(

@@ -168,7 +168,7 @@ MAX_UNTAKEN: Final = 65536
 class Completions(PollableQueue["_Ended"]):
     """Submitted tasks of one engine in the order of their end; `wait` of a task gives its outcome.
 
-    While 65536 wait here, no other task can be submitted. Each keeps its plan and its memories.
+    While 65536 wait here, no other task can be submitted. Each keeps its plan.
     """
 
     def check_room(self) -> None:

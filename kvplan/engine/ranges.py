@@ -27,7 +27,7 @@ from kvplan.types import CacheDesc
 from kvplan.validation import UINT64_MAX, check_width, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import ArrayLike, NDArray
 
@@ -166,7 +166,7 @@ class RangeOperation(Operation):
 
 
 def move_ranges_now(
-    engine: Engine, ranges: AddressRanges, started: float, tag: str, notify: bytes | None
+    engine: Engine, ranges: AddressRanges, started: float, options: Mapping[str, Any]
 ) -> bool:
     """Pull small ranges from a peer on this host; False: an operation moves or refuses them."""
     link = engine.links.peers.get(ranges.cluster_id)
@@ -198,8 +198,7 @@ def move_ranges_now(
             return False
     except ValueError:  # the link is closed
         return False
-    if notify is not None:
-        notify_moved(engine, link, "pull_ranges", tag, notify)
+    notify_moved(engine, link, "pull_ranges", started, options)
     engine.metrics.record("pull_ranges", _SUCCESS, nbytes, perf_counter() - started)
     link.traffic.add(1, nbytes)
     return True

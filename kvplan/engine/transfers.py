@@ -106,12 +106,11 @@ class TransferOperations(OperationRunner):
         given = checked(options, ALL_OPTIONS) if options else {}
         request = find_request(engine, transfer)
         if not self._hooks and not given.get("verify") and "after" not in given:
-            tag, notify = given.get("tag", ""), given.get("notify")
             if request is not None:
-                if move_now(engine, request, started, tag, notify):
+                if move_now(engine, request, started, given):
                     return
             elif type(transfer) is AddressRanges and move_ranges_now(
-                engine, transfer, started, tag, notify
+                engine, transfer, started, given
             ):
                 return
         has_event = "after" in given
@@ -244,13 +243,14 @@ class TransferOperations(OperationRunner):
         report = engine.completion.completions if operation.is_reported else None
         if report is not None:
             report.check_room()
-        track = partial(engine.completion.track, report=report, aside=operation.follows_up)
+        aside = operation.follows_up or operation.has_claim  # the peer must answer
+        track = partial(engine.completion.track, report=report, aside=aside)
         on_outcome = operation.finish if operation.follows_up else operation.end
         transfers, device = engine.transfers, engine.device
         if operation.by_layer:
             gate_of = None if device is None else device.gate
             layers = transfers.layered(plan, src, dst, on_outcome, track, descriptors, gate_of)
-            operation.submitted, layers.settles_aside = True, operation.follows_up
+            operation.submitted, layers.settles_aside = True, aside
             engine.completion.watch(layers)
             return layers
         stream_of = None if device is None else device.stream
@@ -263,7 +263,7 @@ class TransferOperations(OperationRunner):
                 raise
             return self._submit(operation, operation.prepare())
         try:
-            operation.submitted, task.settles_aside = True, operation.follows_up
+            operation.submitted, task.settles_aside = True, aside
             track(task)
         except BaseException:  # an interrupt: the caller has no task to cancel
             task.cancel()

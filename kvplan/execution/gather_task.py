@@ -14,7 +14,7 @@ from kvplan.execution.awaitable import AwaitableTask
 from kvplan.execution.completion import run_aside
 from kvplan.execution.task import StoppedError
 from kvplan.status import LLMException, invalid
-from kvplan.validation import check_timeout, shown
+from kvplan.validation import as_int, check_timeout, shown
 
 if TYPE_CHECKING:
     from kvplan.execution.compute_events import ComputeEvent, ComputeStream
@@ -236,9 +236,10 @@ class LayerGatherTask(GatherTask):
         """Submit a layer that holds its final values; see `LayerTask.ready`.
 
         Raises:
-            TypeError: event is not an event.
-            LLMException: see `LayerTask.ready`.
+            TypeError, LLMException: see `LayerTask.ready`.
         """
+        if type(layer) is not int:
+            layer = as_int("layer", layer)
         tasks = [task for task in self.tasks.values() if layer in _own_layers(task)]
         if not tasks:
             raise invalid(f"layer={shown(layer)} is not one of the layers {self.layers}")

@@ -109,10 +109,11 @@ class LayerTask(TransferTask):
         index = layer - layers.start
         gate = None if event is None else self._gate(event)
         if self.plan.nbytes:  # otherwise the task has ended
-            if not self._layered.sealed:
+            memories = self._memories  # None after the outcome, which may come at any moment
+            if memories is not None and not self._layered.sealed:
                 try:
                     pieces = self._part.tensors_by_layer[index]
-                    for memory, tensors in zip(self._memories, pieces, strict=True):
+                    for memory, tensors in zip(memories, pieces, strict=True):
                         memory.check(tensors)  # other memory may be mapped there now
                 except LLMException as error:
                     self._lost = error  # first: the thread that finds the end raises it

@@ -122,7 +122,7 @@ class TransferTask(NativeTask):
         super().__init__()
         self.plan = plan
         self.native = task
-        self._memories = memories
+        self._memories: tuple[TensorMemory, TensorMemory] | None = memories  # until the outcome
         self._on_outcome = on_outcome
         self._stream_of = stream_of
         self._concluded = False
@@ -260,21 +260,20 @@ class TransferTask(NativeTask):
         with self._mutex:
             if self._concluded:
                 return
-            report = self.native.report
+            report, memories = self.native.report, self._memories
+            assert memories is not None, "they are dropped with the outcome"
             lost = self._lost
             if lost is None and report.status == KVN_OK:
                 try:
-                    for memory in self._memories:
+                    for memory in memories:
                         memory.check()
                 except LLMException as error:
                     lost = error
             if lost is not None or report.status != KVN_OK:
                 missing = "" if report.status == KVN_OK else self._missing()
-                self._error = failure(
-                    self.plan, report, self._memories, missing, lost, self._reason
-                )
+                self._error = failure(self.plan, report, memories, missing, lost, self._reason)
             # Only now: an interrupt during the checks must not leave a success behind.
-            self._concluded = True
+            self._concluded, self._memories = True, None
             on_outcome, self._on_outcome = self._on_outcome, None
             if on_outcome is None:
                 return

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import select
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -12,6 +14,7 @@ from kvplan import (
     BlocksCacheKey,
     CacheDesc,
     CacheIndex,
+    CacheKey,
     ClusterInfo,
     DataType,
     KvCacheExtParam,
@@ -154,6 +157,35 @@ def test_a_task_with_a_notification_is_queued_once_the_peer_has_it(
     assert taken(user, 1) == [late]
     late.wait(0)
     assert peer.run("result = [it.data for it in datadist.notifications()]") == [b"stopped"]
+
+
+def test_a_pull_that_consumes_a_key_delays_no_other_task_by_its_peer(
+    user: LlmDataDist, peer: Peer, machine: Machine
+) -> None:
+    on_host_only(machine, "a stopped peer renews no connection, which a new cache needs")
+    peer.run(OFFER + "datadist.allocate_cache(desc, [CacheKey(1, 7, 0)])")
+    cache, blocks = user.allocate_cache(DESC), user.allocate_blocks_cache(DESC)
+    user.completions()
+    user.on_plan(lambda _: peer.stop())
+    keyed = user.submit(Transfer(Rows(CacheKey(1, 7, 0)), Rows(cache, slot=0)))
+    plain = user.submit(Transfer(Rows(blocks, [0]), Rows(blocks, [1])))
+    assert taken(user, 1) == [plain]
+    peer.resume()
+    assert taken(user, 1) == [keyed]
+    keyed.wait(0)
+
+
+def test_a_task_that_has_ended_keeps_no_memory(user: LlmDataDist) -> None:
+    cache = user.allocate_blocks_cache(DESC)
+    memory = ref(user._running().registry.resolve(cache).memory)
+    completions = user.completions()
+    task = user.submit(Transfer(Rows(cache, [0]), Rows(cache, [1])))
+    assert completions.wait(WAIT_MS)
+    user.deallocate_cache(cache)
+    gc.collect()
+    assert memory() is None
+    assert [*completions] == [task]
+    task.wait(0)
 
 
 def test_tasks_that_finalize_stops_can_still_be_taken(

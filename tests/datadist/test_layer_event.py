@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from weakref import ref
 
 import pytest
@@ -22,11 +23,13 @@ from kvplan import (
     LayerEvent,
     LayerTask,
     LlmDataDist,
+    LLMException,
     LLMStatusCode,
     Rows,
     Transfer,
     Transfers,
 )
+from kvplan.engine import layer_event
 from tests.datadist.conftest import MakeEngine, link
 from tests.datadist.layers import NUM_LAYERS, OFFER, SLOTS, SLOTS_THERE, fill, there, wait_until
 from tests.datadist.peer import Peer
@@ -253,6 +256,10 @@ def test_a_lack_of_descriptors_is_a_refusal(begin: Begin, monkeypatch: pytest.Mo
         with refused(LLMStatusCode.LLM_OUT_OF_MEMORY) as error:
             LayerEvent(task)
         assert "Too many open files" in str(error.value)
+        lack = LLMException("no thread", status_code=LLMStatusCode.LLM_OUT_OF_MEMORY)
+        monkeypatch.setattr(layer_event, "completion_thread", Mock(side_effect=lack))
+        with refused(LLMStatusCode.LLM_OUT_OF_MEMORY):  # of the thread that the process shares
+            LayerEvent(task)
         event.signal(NUM_LAYERS)
         task.wait(30_000)
 

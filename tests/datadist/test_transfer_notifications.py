@@ -318,6 +318,20 @@ def test_a_stopped_peer_fails_the_call_whose_notification_it_does_not_take(
     assert user.metrics()["in_flight"] == 0
 
 
+def test_the_deadline_of_a_small_pull_is_that_of_its_notification_too(
+    user: LlmDataDist, peer: Peer, machine: Machine
+) -> None:
+    where_nobody_serves(machine)
+    peer.run(OFFER)
+    cache = user.allocate_blocks_cache(DESC)
+    user.pull_blocks(BLOCKS, cache, [0], [0])
+    peer.stop()
+    with refused("LLM_TIMEOUT", r"every byte has arrived.* within \d\d?(\.\d+)? ms"):
+        user.pull_blocks(BLOCKS, cache, [0], [0], notify=b"late", timeout_ms=100)
+    peer.resume()
+    assert peer.run(NEXT) == (2, b"late")
+
+
 def test_a_killed_peer_ends_transfers_that_wait_for_their_notification(
     user: LlmDataDist, peer: Peer
 ) -> None:

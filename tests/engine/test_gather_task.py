@@ -183,6 +183,9 @@ def test_a_layer_is_ready_in_each_pair_that_has_it(local: str) -> None:
         )
         task.tasks[number] = pair
     assert task.layers == (0, 1, 2, 3, 4, 5)
+    for wrong in ("2", 2.0, True):  # as one source refuses them
+        with pytest.raises(TypeError, match="layer="):
+            task.ready(cast(int, wrong))
     for layer in range(6):
         before = {number: len(ready) for number, ready in made_ready.items()}
         task.ready(layer)
