@@ -33,11 +33,6 @@ kvn_hixl_status kvn_client_create(kvn_client *self, const kvn_hccl *hccl, const 
     return result;
 }
 
-kvn_hixl_status kvn_client_connect(kvn_client *self, uint32_t timeout_ms)
-{
-    return self->hccl->hixl.connect(self->handle, timeout_ms);
-}
-
 int kvn_client_issue(kvn_client *self, bool is_put, const kvn_one_sided *descriptors, uint32_t count,
                      kvn_failure *failure)
 {

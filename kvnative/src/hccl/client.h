@@ -29,7 +29,6 @@ typedef struct kvn_client {
 
 kvn_hixl_status kvn_client_create(kvn_client *self, const kvn_hccl *hccl, const kvn_hixl_peer *peer,
                                   uint32_t traffic_class, uint32_t service_level);
-kvn_hixl_status kvn_client_connect(kvn_client *self, uint32_t timeout_ms);
 /* Issues a batch; poll before there are too many. KVN_PENDING: clients use all channels of the device, try again. */
 int kvn_client_issue(kvn_client *self, bool is_put, const kvn_one_sided *descriptors, uint32_t count,
                      kvn_failure *failure);

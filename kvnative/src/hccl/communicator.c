@@ -332,7 +332,7 @@ int kvn_communicator_poll(kvn_communicator *self, kvn_failure *failure)
     if (!kvn_communicator_is_polled(self))
         return KVN_OK;
     pthread_mutex_lock(&self->mutex);
-    status = kvn_connection_poll(&self->connection, failure);
+    status = kvn_client_poll(&self->connection.client, failure);
     pthread_mutex_unlock(&self->mutex);
     return status;
 }

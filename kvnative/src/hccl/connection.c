@@ -285,7 +285,7 @@ int kvn_connection_prepare(kvn_connection *self, int timeout_s, kvn_failure *fai
         return failure->status;
     if (self->hccl->is_client_server) {
         const uint32_t timeout_ms = timeout_s < MAX_CONNECT_S ? (uint32_t)timeout_s * 1000 : MAX_CONNECT_S * 1000;
-        result = kvn_client_connect(&self->client, timeout_ms);
+        result = self->hccl->hixl.connect(self->client.handle, timeout_ms);
         if (result != KVN_HCCL_SUCCESS)
             status = kvn_hccl_fail(self->hccl, "HixlCSClientConnect", result, failure);
     } else if (self->hccl->is_per_comm) {
@@ -365,11 +365,6 @@ kvn_hccl_result kvn_connection_async_error(kvn_connection *self, char *text, siz
         kvn_hccl_explain(self->hccl, "HcclGetCommAsyncError", result, text, room);
     kvn_device_leave(self->device, previous);
     return result;
-}
-
-int kvn_connection_poll(kvn_connection *self, kvn_failure *failure)
-{
-    return kvn_client_poll(&self->client, failure);
 }
 
 void kvn_connection_abort(kvn_connection *self)

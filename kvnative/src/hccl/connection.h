@@ -55,8 +55,6 @@ kvn_hccl_result kvn_connection_async_error(kvn_connection *self, char *text, siz
 /* Call it on a thread with the context set. */
 int kvn_connection_issue(kvn_connection *self, bool is_put, kvn_one_sided *descriptors,
                          uint32_t count, kvn_stream stream, kvn_failure *failure);
-/* KVN_PENDING while batches of HIXL are in flight; those of HCCL are on the stream. Like `issue`. */
-int kvn_connection_poll(kvn_connection *self, kvn_failure *failure);
 /* Stops batches of HIXL that are in flight, or failed in part; the connection cannot be used any more then. Like
  * `issue`. */
 void kvn_connection_abort(kvn_connection *self);

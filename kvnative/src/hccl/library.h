@@ -70,10 +70,10 @@ typedef struct kvn_hccl {
     char driver[32];      /* version of the HDK, such as "25.5.0"; "": unknown */
     uint64_t most[2];     /* maximum bytes to register with a device: [0] of host memory, [1] of its own */
     pthread_mutex_t init; /* HCCL cannot make two communicators at the same time */
-    pthread_mutex_t registry; /* guards the list below and `num_bound` of each region */
+    pthread_mutex_t registry; /* guards the lists below and `num_bound` of each region */
     kvn_region *regions;  /* open regions */
-    struct kvn_hixl_server *servers; /* see server.h; guarded by `registry` */
-    uint64_t num_servers; /* opened so far; guarded by `registry` */
+    struct kvn_hixl_server *servers; /* see server.h */
+    uint64_t num_servers; /* opened so far */
     pthread_mutex_t words_mutex; /* taken before `registry`; guards the fields below */
     struct kvn_words_page *words; /* see words.h */
 } kvn_hccl;
