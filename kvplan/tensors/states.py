@@ -94,10 +94,14 @@ def convolution_caches(
             also `rank_heads`.
     """
     check_type("columns", columns, Mapping)  # type: ignore[type-abstract]
+    for name, of in columns.items():
+        check_type(f"columns[{shown(name)}]", of, Columns)
     heads = {name: rank_heads(of.num_heads, rank, ranks) for name, of in columns.items()}
     width = sum(len(heads[name]) * of.dim for name, of in columns.items())
     axis = 1 if columns_first else 2
     for number, tensor in enumerate(tensors):
+        if not hasattr(tensor, "shape"):
+            raise TypeError(f"tensors[{number}]={shown(tensor)} must be a tensor")
         if len(tensor.shape) != 3 or tensor.shape[axis] != width:
             parts = ", ".join(
                 f"{name} {len(heads[name])} x {of.dim}" for name, of in columns.items()

@@ -242,8 +242,10 @@ def request_tokens(
     Raises:
         LLMException: LLM_PARAM_INVALID: the layout is unknown or lacks an axis of tokens, or a
             wrong number of tensors.
-        IndexError: a block is past the last one.
+        IndexError: a block is negative or past the last one.
     """
+    if len(blocks) and min(blocks) < 0:  # NumPy would count from the end
+        raise IndexError(f"blocks={shown(blocks)} must not be negative")
     layout = desc.layout
     if layout is None or "token" not in layout.axes:
         raise invalid(f"desc={desc} must have a layout with an axis of tokens")

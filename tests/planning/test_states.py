@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import re
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -187,6 +188,10 @@ def test_states_of_another_shape_are_refused() -> None:
         convolution_caches([zeros(3, 22)], columns, 1, 2, columns_first=True)
     with refused("LLM_PARAM_INVALID", r"has shape \(3, 22\)"):
         convolution_caches([zeros(22)], columns, 1, 2)
+    for wrong, name in (([3], "tensors[0]=3"), ([zeros(3, 22)], "columns['x']=(4, 4)")):
+        of = cast(Any, columns if wrong == [3] else {"x": (4, 4)})
+        with pytest.raises(TypeError, match=re.escape(name)):
+            convolution_caches(cast(Any, wrong), of, 1, 2)
     three, four = (
         convolution_caches([zeros(22, number)], columns, 1, 2, columns_first=True)["x"].desc
         for number in (3, 4)

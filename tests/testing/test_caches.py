@@ -265,6 +265,9 @@ def test_tokens_of_a_latent_and_of_a_layout_without_tokens() -> None:
     assert tokens[7, :, 0, 0, 0].tolist() == [0, 1, 2]
     with refused(LLMStatusCode.LLM_PARAM_INVALID, "tensors has 2 arrays; desc has 3"):
         request_tokens(desc, tensors[:2], [3])
+    for block in (-1, 4):
+        with pytest.raises(IndexError):
+            request_tokens(desc, tensors, [3, block])
     opaque = kvplan.CacheDesc(1, (4, 16), DataType.DT_FLOAT16)
     with refused(LLMStatusCode.LLM_PARAM_INVALID, "must have a layout with an axis of tokens"):
         request_tokens(opaque, tensors[:1], [3])
