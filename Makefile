@@ -121,10 +121,10 @@ soak: .venv/dev build/fuzz/fuzz_tcp ## chaos, fuzzers and ThreadSanitizer for MI
 	  $(if $(filter command environment,$(firstword $(origin SEED))),--seed $(SEED))
 
 FUZZED := $(addprefix kvnative/src/, $(addsuffix .c, core/intervals core/report core/thread core/library device/device tcp/wire tcp/table tcp/stream tcp/cipher tcp/server tcp/client tcp/asking tcp/answers tcp/flight tcp/transfer))
-build/fuzz/fuzz_tcp: tools/fuzz_tcp.c $(FUZZED) $(wildcard kvnative/src/*/*.h include/kvnative/*.h)
+build/fuzz/fuzz_tcp: tools/fuzz_tcp.c tools/fuzz_inputs.c tools/fuzz_inputs.h $(FUZZED) $(wildcard kvnative/src/*/*.h include/kvnative/*.h)
 	mkdir -p $(@D)
 	gcc -std=gnu11 -D_GNU_SOURCE -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -Wall -Wextra -Werror \
-	  -Iinclude -Ikvnative/src $< $(FUZZED) -o $@ -pthread -ldl
+	  -Iinclude -Ikvnative/src -Itools $(filter tools/%.c,$^) $(FUZZED) -o $@ -pthread -ldl
 
 # What is compiled, and what two processes do with it: 36 minutes of processor time, as a test takes ten times as long.
 EMULATED := $(addprefix tests/, execution native transport tcp control ascend_sim datadist/test_transfers.py \

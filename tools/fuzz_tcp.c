@@ -7,38 +7,19 @@
  * What comes of each is compared with arithmetic that cannot overflow, and with memory that must not have
  * been read or written. FILEs are requests to begin with, besides those that are made here. The same SEED
  * makes the same inputs. It ends with what it has tried, or by abort(). */
-#include <errno.h>
-#include <inttypes.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include "core/report.h"
 #include "core/thread.h"
+#include "fuzz_inputs.h"
 #include "tcp/client.h"
 #include "tcp/server.h"
 #include "tcp/stage.h"
 
-#define CHECK(truth)                                                                               \
-    do {                                                                                           \
-        if (!(truth)) {                                                                            \
-            fprintf(stderr, "fuzz_tcp: input %" PRIu64 ": not so: %s (line %d)\n", tried, #truth,    \
-                    __LINE__);                                                                     \
-            abort();                                                                               \
-        }                                                                                          \
-    } while (0)
-
-#define PAGE 4096u
-#define MAX_FRAME (1u << 16)
-#define MAX_FILES 64
-
 typedef unsigned __int128 wide;
-
-static uint64_t tried, state;
 
 /* What tcp/service.c has, where there are no threads. */
 unsigned kvn_tcp_thread_index(const kvn_tcp_watched *it)
@@ -48,197 +29,6 @@ unsigned kvn_tcp_thread_index(const kvn_tcp_watched *it)
 }
 
 void kvn_tcp_ask_for(kvn_tcp_watched *it, uint32_t events) { it->events = events; }
-
-static uint64_t random_word(void)
-{
-    state ^= state >> 12;
-    state ^= state << 25;
-    state ^= state >> 27;
-    return state * UINT64_C(2685821657736338717);
-}
-
-static uint64_t below(uint64_t most) { return random_word() % most; }
-
-static bool one_in(unsigned count) { return below(count) == 0; }
-
-/* ---- memory: what is registered, between what must not be touched ---- */
-
-enum { OWN, READABLE, CHANGING, UNMAPPED, NUM_SLOTS };
-enum { SECRET = 0xEE };
-
-static const uint64_t SIZES[NUM_SLOTS] = {16 * PAGE, PAGE, PAGE, PAGE};
-static uint8_t *places[NUM_SLOTS]; /* a page of SECRET is before each, and one behind the last */
-static uint64_t generations[NUM_SLOTS] = {7, 7, 7, 7};
-static bool is_registered[NUM_SLOTS];
-static kvn_tcp_table table;
-
-static void add(unsigned slot)
-{
-    const kvn_tcp_row row = {
-        (uintptr_t)places[slot], SIZES[slot], generations[slot], slot != READABLE, false, 0,
-    };
-    kvn_failure failure;
-
-    CHECK(kvn_tcp_table_add(&table, slot, &row, &failure) == KVN_OK);
-    is_registered[slot] = true;
-}
-
-static void take_away(unsigned slot)
-{
-    CHECK(kvn_tcp_table_remove(&table, slot));
-    is_registered[slot] = false;
-    generations[slot]++;
-    memset(places[slot], SECRET, SIZES[slot]);
-}
-
-static void change_registration(void)
-{
-    if (is_registered[CHANGING]) {
-        take_away(CHANGING);
-    } else {
-        memset(places[CHANGING], 0x44, PAGE);
-        add(CHANGING);
-    }
-}
-
-static void make_memory(void)
-{
-    kvn_failure failure;
-    uint8_t *at = mmap(NULL, 64 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-
-    CHECK(at != MAP_FAILED);
-    memset(at, SECRET, 64 * PAGE);
-    CHECK(kvn_tcp_table_init(&table, NUM_SLOTS + 2, NULL, &failure) == KVN_OK);
-    for (unsigned i = 0; i < NUM_SLOTS; i++) {
-        places[i] = at += PAGE;
-        memset(at, 0x11 * (int)(i + 1), SIZES[i]);
-        add(i);
-        at += SIZES[i];
-    }
-    CHECK(mprotect(places[UNMAPPED], PAGE, PROT_NONE) == 0);
-}
-
-static bool is_all(const uint8_t *from, uint8_t byte, size_t nbytes)
-{
-    return from[0] == byte && memcmp(from, from + 1, nbytes - 1) == 0;
-}
-
-static void check_memory(void)
-{
-    for (unsigned i = 0; i < NUM_SLOTS; i++)
-        CHECK(is_all(places[i] - PAGE, SECRET, PAGE));
-    CHECK(is_all(places[UNMAPPED] + PAGE, SECRET, PAGE));
-    CHECK(is_all(places[READABLE], 0x11 * (READABLE + 1), PAGE));
-    CHECK(is_registered[CHANGING] || is_all(places[CHANGING], SECRET, PAGE));
-}
-
-/* No frame has so many in a row; what is not registered has nothing else. */
-static void check_not_told(const uint8_t *bytes, size_t nbytes, uint8_t byte)
-{
-    size_t run = 0;
-
-    for (size_t i = 0; i < nbytes; i++) {
-        run = bytes[i] == byte ? run + 1 : 0;
-        CHECK(run < 16);
-    }
-}
-
-/* ---- requests ---- */
-
-typedef struct frame {
-    uint8_t bytes[MAX_FRAME];
-    size_t nbytes;
-} frame;
-
-static frame files[MAX_FILES];
-static size_t num_files;
-
-static void append(frame *it, const void *bytes, size_t nbytes)
-{
-    if (nbytes > sizeof it->bytes - it->nbytes)
-        nbytes = sizeof it->bytes - it->nbytes;
-    memcpy(it->bytes + it->nbytes, bytes, nbytes);
-    it->nbytes += nbytes;
-}
-
-/* One that is as it should be; most of what it names is registered. */
-static void make_request(frame *out)
-{
-    const uint32_t num_ranges = 1 + (uint32_t)below(3);
-    const uint32_t num_runs = 1 + (uint32_t)below(one_in(20) ? KVN_TCP_MAX_RUNS : 6);
-    kvn_tcp_head head = {.kind = 1 + (uint8_t)below(2), .num_ranges = (uint16_t)num_ranges,
-                         .num_runs = num_runs, .id = random_word()};
-    kvn_tcp_range ranges[3];
-    kvn_tcp_run runs[KVN_TCP_MAX_RUNS];
-    static const uint8_t data[512] = {0x33};
-
-    for (uint32_t i = 0; i < num_ranges; i++) {
-        const uint32_t slot = (uint32_t)(one_in(8) ? below(NUM_SLOTS + 3) : below(NUM_SLOTS));
-        ranges[i] = (kvn_tcp_range){slot, 0, slot < NUM_SLOTS ? generations[slot] : 7};
-    }
-    for (uint32_t i = 0; i < num_runs; i++) {
-        const uint32_t range = (uint32_t)below(num_ranges);
-        const uint32_t slot = ranges[range].slot < NUM_SLOTS ? ranges[range].slot : OWN;
-        const uint32_t nbytes = 1 + (uint32_t)below(40), count = 1 + (uint32_t)below(4);
-        const uint32_t stride = nbytes + (uint32_t)below(60);
-        const uint64_t room = SIZES[slot] - (uint64_t)stride * count;
-        const uint64_t at = one_in(20) ? room + below(2 * PAGE) : below(room);
-        runs[i] = (kvn_tcp_run){(uintptr_t)places[slot] + at, nbytes, count, stride, range};
-        head.nbytes += (uint64_t)nbytes * count;
-    }
-    head.range = ranges[0];
-    head.run = runs[0];
-    append(out, &head, sizeof head);
-    append(out, ranges + 1, (num_ranges - 1) * sizeof *ranges);
-    append(out, runs + 1, (num_runs - 1) * sizeof *runs);
-    if (head.kind == KVN_TCP_PUSH)
-        for (uint64_t left = head.nbytes; left > 0; left -= left < sizeof data ? left : sizeof data)
-            append(out, data, left < sizeof data ? left : sizeof data);
-}
-
-static void change(frame *it)
-{
-    static const uint64_t WORDS[] = {
-        0, 1, 2, 7, 63, 64, 65, 1023, 1024, 1025, INT32_MAX, UINT32_MAX, UINT32_MAX - 1,
-        KVN_TCP_MAX_NBYTES, KVN_TCP_MAX_NBYTES + 1, INT64_MAX, UINT64_MAX, UINT64_MAX - 4095};
-
-    for (uint64_t times = 1 + below(3); times > 0 && it->nbytes > 8; times--) {
-        const size_t width = (size_t)1 << below(4);
-        const size_t limit = one_in(4) ? it->nbytes - width + 1 : it->nbytes < 128 ? it->nbytes - width + 1 : 120;
-        size_t at = below(limit);
-        uint64_t word = WORDS[below(sizeof WORDS / sizeof *WORDS)];
-        switch (below(6)) {
-        case 0:
-            it->bytes[at] ^= (uint8_t)(1u << below(8));
-            break;
-        case 1:
-            it->bytes[at] = (uint8_t)random_word();
-            break;
-        case 2:
-            it->nbytes = at + 1;
-            break;
-        case 3:
-            memcpy(&word, it->bytes + at - at % width, width);
-            word += below(5) - 2;
-            __attribute__((fallthrough));
-        default:
-            memcpy(it->bytes + at - at % width, &word, width);
-        }
-    }
-}
-
-static void next_request(frame *out)
-{
-    out->nbytes = 0;
-    if (num_files > 0 && one_in(4)) {
-        const frame *file = &files[below(num_files)];
-        append(out, file->bytes, file->nbytes);
-    } else {
-        make_request(out);
-    }
-    if (!one_in(3))
-        change(out);
-}
 
 /* ---- the parser and the table ---- */
 
@@ -553,22 +343,6 @@ static void attack_server_too(uint8_t *local)
     attack_server();
 }
 
-/* ---- ---- */
-
-static void read_file(const char *name)
-{
-    FILE *file = fopen(name, "rb");
-    frame *it = &files[num_files];
-
-    if (!file) {
-        fprintf(stderr, "%s: %s\n", name, strerror(errno));
-        exit(2);
-    }
-    it->nbytes = fread(it->bytes, 1, sizeof it->bytes, file);
-    fclose(file);
-    num_files += num_files + 1 < MAX_FILES;
-}
-
 int main(int count, char **arguments)
 {
     const int64_t began = kvn_now_ns();
@@ -579,7 +353,7 @@ int main(int count, char **arguments)
                         " [FILE...]\n");
         return 2;
     }
-    state = strtoull(arguments[3], NULL, 10) * 2 + 1;
+    seed = strtoull(arguments[3], NULL, 10) * 2 + 1;
     for (int i = 4; i < count; i++)
         read_file(arguments[i]);
     make_memory();

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from kvplan.nixl import _api, _bindings
-from tests.nixl.semantics import ROWS, World
+from tests.nixl.semantics import ROWS
+from tests.nixl.world import World
 
 ROOT = Path(__file__).parents[2]
 OUTCOMES: dict[str, Any] = json.loads((Path(__file__).parent / "outcomes.json").read_text())
@@ -55,9 +56,7 @@ def test_a_difference_is_explained() -> None:
 @pytest.mark.skipif(not NIXL.exists(), reason="make bench-peers installs NIXL")
 @pytest.mark.parametrize("row", ROWS)
 def test_the_recorded_outcome_is_that_of_an_installed_nixl(row: str) -> None:
-    program = Path(__file__).parent / "semantics.py"
-    done = subprocess.run(
-        [NIXL, program, "nixl_cu12", row], capture_output=True, text=True, timeout=60
-    )
+    command = [NIXL, "-m", "tests.nixl.semantics", "nixl_cu12", row]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
     assert found == [[row, OUTCOMES[row]]]

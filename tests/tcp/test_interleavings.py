@@ -34,7 +34,7 @@ AS_THEY_ARE = (
     *(NATIVE / name for name in ("device/device.c", "device/copier.c", "tcp/wire.c")),
 )
 CONTROLLED = (
-    MODEL / "scenarios.c",
+    *(MODEL / name for name in ("ends.c", "scenarios.c")),
     *(NATIVE / name for name in ("core/thread.c", "tcp/table.c")),
     *(NATIVE / "tcp" / f"{name}.c" for name in ("stream", "stage", "server", "service")),
     *(
