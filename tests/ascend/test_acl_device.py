@@ -234,7 +234,7 @@ def test_pinning(device: Device, simulator: Controls, sim_log: Log) -> None:
 
 
 def test_whole_pages_are_pinned(device: Device, sim_log: Log) -> None:
-    """The driver maps nothing else; what the caller has pinned is only what was asked for."""
+    """By either call, as the driver maps nothing else; the caller has pinned what it asked for."""
     pages = np.frombuffer(mmap.mmap(-1, 3 * PAGE), np.uint8)
     start = pages.ctypes.data
     sim_log.restart()

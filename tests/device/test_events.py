@@ -374,7 +374,7 @@ class TestLayers:
             for layer in (0, 2):
                 task.open(layer, taken(device, compute))
             task.open(failing)
-            report = task.wait(FOREVER)
+            report = task.wait(FOREVER, give_up=False)
             assert (report.status, report.failed) == (KVN_FAILED, failing)
             assert report.unconfirmed == ((0, len(SIZES)),)
         compute.release()

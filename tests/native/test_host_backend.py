@@ -13,7 +13,7 @@ from kvnative._backend import KVN_INVALID, KVN_OK, NativeError, ThreadPool, host
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvnative._tuning import NEVER, Tuning, builtin_tuning, measure_copies
-from tests.native.scatter import UNTOUCHED, assert_same, scatter
+from tests.native.scatter import UNTOUCHED, assert_same, scatter, write_again
 
 POOL = ThreadPool(3)
 EXECUTOR = Executor(host_backend(POOL))
@@ -132,6 +132,7 @@ def test_measuring_copies_and_ends_with_the_time() -> None:
     assert late == []
     with pytest.raises(ValueError, match="rounds = 0: expected 1 to 64, 1 to 1000"):
         measure_copies(tunings, case.descriptors, rounds=0, deadline_ns=0)
+    write_again(case.descriptors)
 
 
 def test_many_tiny_descriptors() -> None:

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from kvnative._backend import KVN_OK, KVN_PEER_GONE, KVN_UNMAPPED, ThreadPool
 from kvnative._executor import Executor
 from kvnative._host import GenerationTable
-from kvnative._lower import Descriptors, lower
+from kvnative._lower import Descriptors
 from kvnative._process import Peer, process_backend
 from kvnative._report import Report
 from kvnative._task import Revocable, revoke
-from tests.native.scatter import assert_same
+from tests.native.scatter import assert_same, write_again
 from tests.support.peer import Peer as OtherProcess
 from tests.support.wrappers import limit_batch
 
@@ -284,12 +284,6 @@ def test_arguments(pid: int, direction: str, message: str) -> None:
 
 def words_of(*words: tuple[int, int]) -> bytes:
     return np.array(words, np.uint64).tobytes()
-
-
-def write_again(descriptors: Descriptors) -> None:
-    """Refused as long as a copy holds them."""
-    lower(*(np.array([], np.uint64),) * 5, descriptors)
-    assert descriptors.count == 0
 
 
 class TestPeer:

@@ -19,6 +19,7 @@ from kvnative._backend import (
     KVN_FAILED,
     KVN_OK,
     KVN_UNMAPPED,
+    KVN_UNSUPPORTED,
     NativeError,
     host_backend,
 )
@@ -74,6 +75,18 @@ def test_a_refused_batch_is_no_longer_announced(here: Here) -> None:
     backend = here.writer().around(refusing, here.registered)
     assert here.move(backend).status == KVN_FAILED
     assert here.table.drain(0) == []
+
+
+def test_no_stream_waits_for_an_announced_batch_of_the_host(here: Here) -> None:
+    """A wrapper has the calls that its inner backend has, and no others."""
+    held = hold(host_backend(here.pool))
+    executor = Executor(here.writer().around(held, here.registered))
+    task = executor.submit(lower(*map(column, (0, 0, NBYTES)), *here.sides))
+    refusal = task.block_stream(0x10)
+    assert refusal is not None
+    assert refusal.status == KVN_UNSUPPORTED
+    let_go(held)
+    assert task.wait(30_000).status == KVN_OK
 
 
 def test_a_forked_child_refuses_writers_of_its_parent(here: Here) -> None:
