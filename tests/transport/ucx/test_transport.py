@@ -247,6 +247,19 @@ class TestMaking:
         with pytest.raises(LLMException, match="the transport is closed"):
             transport.register(kept)
 
+    @pytest.mark.parametrize("sizes", [(4096, 8192), (8192, 4096), (4096, 4096)])
+    def test_registrations_that_begin_at_one_address_are_in_regions_of_their_sizes(
+        self, sizes: tuple[int, int]
+    ) -> None:
+        memory = np.zeros(max(sizes), np.uint8)
+        with UcxTransport(settings=SHARED_MEMORY) as transport:
+            for nbytes in sizes:
+                transport.register(memory[:nbytes])
+            known = Metadata.from_bytes(transport.metadata())
+        regions = {region.number: region for region in known.regions}
+        assert len(regions) == len(set(sizes))
+        assert [regions[each.region].nbytes for each in known.ranges] == [*sizes]
+
     def test_a_closed_transport_has_no_open_files(self) -> None:
         """Not even for as long as something refers to it."""
         before, kept = Held.now(), []
