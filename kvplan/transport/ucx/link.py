@@ -104,7 +104,8 @@ class UcxLink(TransportLink):
         """Return the backend between this process and `ranges`; `known` has their regions."""
         if (endpoint := self._endpoint) is None:
             raise NativeError(f"the link to {self.peer} is closed")
-        keys, rkeys = keys_of(ranges, known)
+        keys = {region.number: region.key for metadata in known for region in metadata.regions}
+        places = {number: i for i, number in enumerate({found.region for found in ranges})}
         addresses, nbytes, slots, generations = columns(
             ranges, "address", "nbytes", "slot", "generation"
         )
@@ -115,8 +116,8 @@ class UcxLink(TransportLink):
             nbytes=nbytes,
             slots=slots,
             generations=generations,
-            keys=np.array(keys, dtype=np.uint64),
-            rkeys=rkeys,
+            keys=np.array([places[found.region] for found in ranges], dtype=np.uint64),
+            rkeys=[keys[number] for number in places],
             local="cuda" if on_device else "host",
         )
 
@@ -132,14 +133,3 @@ class UcxLink(TransportLink):
             self._on_end()
             endpoint.close(str(why.args[0]))
             self._endpoint = None  # its descriptor is closed with its last user
-
-
-def keys_of(ranges: Sequence[Range], known: Sequence[Metadata]) -> tuple[list[int], list[bytes]]:
-    """Return for each range the index of its key, and the keys; documents number regions alone."""
-    found: dict[Range, bytes] = {}
-    for metadata in known:
-        regions = {region.number: region.key for region in metadata.regions}
-        found |= {item: regions[item.region] for item in metadata.ranges}
-    keys = [found[item] for item in ranges]
-    places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
-    return [places[key] for key in keys], [*places]

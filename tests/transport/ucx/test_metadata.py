@@ -9,7 +9,6 @@ import pytest
 from msgspec.structs import replace
 
 from kvplan import LLMException, LLMStatusCode
-from kvplan.transport.ucx.link import keys_of
 from kvplan.transport.ucx.metadata import Metadata, Range, RegionRef
 from tests.support.refusals import refused
 
@@ -92,24 +91,3 @@ def test_another_schema_and_no_messagepack() -> None:
         Metadata.from_bytes(other)
     with pytest.raises(LLMException, match="cannot be decoded"):
         Metadata.from_bytes(b"\x81")
-
-
-def test_each_range_has_the_key_of_the_document_that_names_it() -> None:
-    """Each document numbers its regions by itself, so several have a region 5."""
-    document = replace(WHOLE, ranges=WHOLE.ranges[:1])
-    known = [document]
-    for number in (1, 2):
-        moved = 0x100000 * number
-        known.append(
-            replace(
-                document,
-                ranges=(replace(RANGE, address=RANGE.address + moved, slot=RANGE.slot + number),),
-                regions=(RegionRef(0x8000 + moved, 65536, 5, b"key %d" % number),),
-            )
-        )
-    ranges = [each.ranges[0] for each in known]
-    for some in ([0, 1, 2], [2, 0, 1], [1], [1, 1, 0]):
-        places, keys = keys_of([ranges[i] for i in some], known)
-        assert [keys[place] for place in places] == [known[i].regions[0].key for i in some]
-    places, keys = keys_of(WHOLE.ranges, [WHOLE])
-    assert (places, keys) == ([0, 0], [b"key"])
