@@ -241,12 +241,11 @@ class ControlLoop:
 
     def call_soon(self, function: Callable[..., object], *args: object) -> None:
         """Schedule `function(*args)` on the loop, from any thread."""
+        loop = self._running()
         try:
-            self._running().call_soon_threadsafe(function, *args)
-        except RuntimeError as error:
-            if isinstance(error, LLMException):
-                raise
-            raise self._stopped() from None  # closed between the two calls
+            loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # closed between the two calls
+            raise self._stopped() from None
 
     async def in_worker(
         self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs

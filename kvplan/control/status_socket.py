@@ -59,16 +59,14 @@ class StatusSocket:
 
     def start(self) -> None:
         """Listen, in the control thread. The engine continues if that fails."""
+        listener = None
         try:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        except OSError as error:
-            _log.warning("event=no_status_socket reason=%r", str(error))
-            return
-        try:
             listener.bind(f"\0{self._name}")
             listener.listen(_BACKLOG)
         except OSError as error:
-            listener.close()
+            if listener is not None:
+                listener.close()
             _log.warning("event=no_status_socket reason=%r", str(error))
             return
         self._listener = listener
@@ -80,16 +78,15 @@ class StatusSocket:
         """Stop listening, in the control thread."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
-            self._listener.close()
-            self._listener = None
+            self.leave()
         while self._unanswered:  # no worker will handle these
             self._unanswered.pop().close()
 
     async def wait_closed(self) -> None:
         """Return at once: an answer ends by its own timeout."""
 
-    def leave_to_parent(self) -> None:
-        """Close the socket in a forked child. The parent still listens."""
+    def leave(self) -> None:
+        """Close the listener. If that is a forked child's, the parent still listens."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -119,9 +116,7 @@ class StatusSocket:
                 connection.settimeout(_SEND_S)
                 document = {"schema_version": SCHEMA_VERSION, **self._describe()}
                 connection.sendall(json.dumps(document).encode())
-        except OSError:  # the client does not read
-            pass
-        except LLMException:  # the engine ends
+        except (OSError, LLMException):  # the client does not read, or the engine ends
             pass
         finally:
             self._answering -= 1
@@ -129,7 +124,7 @@ class StatusSocket:
 
 def _leave_all() -> None:
     for status_socket in list(_open):
-        status_socket.leave_to_parent()
+        status_socket.leave()
 
 
 os.register_at_fork(after_in_child=_leave_all)

@@ -12,7 +12,6 @@ from kvplan.engine.operation import Operation, RunOptions, refuse_notices
 from kvplan.engine.resolve import TransferOperation
 from kvplan.engine.shares import Pair, Shares, is_gather
 from kvplan.execution.gather_task import GatherError, GatherTask
-from kvplan.lease import BlockLease
 from kvplan.planning.gather import check_gather, divide
 from kvplan.planning.plan import Plan
 from kvplan.planning.planner import of_part
@@ -32,7 +31,6 @@ class GatherNotices:
         """Take the notifications out of `options`."""
         notices = {name: options.pop(name, None) for name in ("notify", "notify_failure")}
         self.any: bool = any(notices.values())
-        self._peers = engine.links.peers
         self._new = partial(Operation, engine, "notify", tag=options.get("tag", ""), **notices)
         self._operation = operation
         self._operations: dict[PeerLink, Operation] = {}  # keep the links until they end
@@ -42,7 +40,7 @@ class GatherNotices:
     def add(self, operations: Sequence[TransferOperation]) -> None:
         """Add the linked peers of operations, before one of them may fail at its peer."""
         for operation in operations if self.any else ():
-            link = self._peers.get(cast(BlockLease, operation.peer_key()).cluster_id)
+            link = operation.engine.links.peers.get(cast("Any", operation.peer_key()).cluster_id)
             if link is not None and link not in self._operations:
                 notice = self._new(timeout_ms=operation.left_ms())
                 with suppress(LLMException):  # the link has ended: `find_peer` raises why
@@ -135,8 +133,7 @@ class Several:
         first = self.operations[0]
         for operation in self.operations:
             operation.find_own()
-        if first.moves:
-            self.notices.add(self.operations)
+        self.notices.add(self.operations)
         for operation in self.operations:
             with self._failing(operation):
                 operation.find_peer()

@@ -207,7 +207,10 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
     def _post(self, transfer: _Transfer) -> None:
         datadist, agent = self.engine.datadist, transfer.agent
         is_loop = agent == self.name
-        cluster = datadist.cluster_id if is_loop else self._reached(agent)
+        try:
+            cluster = datadist.cluster_id if is_loop else self._linked(agent)
+        except LLMException as error:
+            raise link_failed(str(error.args[0])) from error  # the agent is gone
         ranges = transfer.ranges
         if ranges is None or ranges.cluster_id != cluster:
             is_read = transfer.operation is nixl_xfer_op_t.NIXL_READ
@@ -226,13 +229,6 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
 
         if not self.engine.begin(ranges, transfer.nbytes, keep, notify=last):
             self._succeeded(transfer)
-
-    def _reached(self, name: str) -> int:
-        """Return the result of `_linked`; raise a failure as LLM_LINK_FAILED: the agent is gone."""
-        try:
-            return self._linked(name)
-        except LLMException as error:
-            raise link_failed(str(error.args[0])) from error
 
     def getXferStatus(self, reqh: int) -> nixl_status_t:  # noqa: N802
         """Return the state of a transfer. The log has the reason of NIXL_ERR_BACKEND.

@@ -26,7 +26,7 @@ class Deadlines(dict[_Key, int]):
 
     Use `set` to add and to change. A later deadline leaves the old heap entry, which moves when its
     time comes. So a lease that is renewed often has one entry. Entries of removed keys are dropped
-    in bulk.
+    in bulk; `set` compares with them until then, so `next_ns` counts them, too.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,6 @@ class Deadlines(dict[_Key, int]):
 
     def next_ns(self) -> int | None:
         """Return a time before which no deadline passes; None: the heap is empty."""
-        # Entries of removed keys count: `set` compares with them, so no sleep may outlast them.
         return self._heap[0][0] if self._heap else None
 
     def pop_late(self, now_ns: int) -> _Key | None:

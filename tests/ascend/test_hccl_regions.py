@@ -105,13 +105,15 @@ def test_tensors_are_found_in_the_one_region_that_holds_each(
     assert regions.newest_of(*columns, on_device=False) is None
 
 
-def test_tensors_of_a_region_that_has_gone_are_in_none() -> None:
+def test_tensors_of_a_region_that_has_gone_are_in_none_until_another_has_come() -> None:
     regions = Regions(Hccl().make, end)
     gone, _ = regions.cover(10, 5, on_device=True), regions.cover(20, 5, on_device=True)
     tensors = [(np.array([at], np.uint64), np.array([5], np.uint64)) for at in (10, 20)]
     assert [regions.newest_of(*tensor, on_device=True) for tensor in tensors] == [1, 2]
     regions.release(gone, end)
     assert [regions.newest_of(*tensor, on_device=True) for tensor in tensors] == [None, 2]
+    regions.cover(10, 5, on_device=True)
+    assert [regions.newest_of(*tensor, on_device=True) for tensor in tensors] == [3, 2]
 
 
 def test_an_allocation_is_one_region_whatever_part_is_registered_first() -> None:

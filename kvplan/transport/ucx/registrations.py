@@ -86,16 +86,15 @@ class UcxRegistrations(AnnouncedRegistrations[Range, Mapped, UcxEndpoint]):
             {"host", "device"} if "cuda" in worker.transports else {"host"}
         )
 
-    def published(self, named: Sequence[AnyRegistration]) -> Published:
+    def published(self, registrations: Sequence[AnyRegistration]) -> Published:
         """Return the fields of the metadata for these registrations."""
-        regions = {
-            _key(registration.holder.region): registration.holder.region for registration in named
-        }
-        numbers = {name: number for number, name in enumerate(regions)}
+        regions = {_key(named.holder.region): named.holder.region for named in registrations}
+        # Slots, as links use documents of several caches at a time: no two regions share a number.
+        numbers = {_key(named.holder.region): named.range.slot for named in registrations}
         return Published(
             tuple(
-                replace(registration.range, region=numbers[_key(registration.holder.region)])
-                for registration in named
+                replace(named.range, region=numbers[_key(named.holder.region)])
+                for named in registrations
             ),
             tuple(_ref(numbers[name], region) for name, region in regions.items()),
             _ref(0, self._table_region),

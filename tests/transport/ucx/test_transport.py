@@ -59,11 +59,9 @@ def test_arrays_and_parts_of_an_arena(
     transport: UcxTransport, owner: UcxOwner, link: UcxLink, pool: ThreadPool
 ) -> None:
     metadata = Metadata.from_bytes(owner.metadata())
-    assert [range_.region for range_ in metadata.ranges] == [
-        0,
-        1,
-        1,
-    ]  # the arena is known as a whole
+    array, *parts = (range_.region for range_ in metadata.ranges)
+    assert array not in parts
+    assert len(set(parts)) == 1  # the arena is known as a whole
     assert len(metadata.regions) == 2
     remote = link.memory(
         [range_.address for range_ in metadata.ranges],
@@ -246,6 +244,32 @@ class TestMaking:
         kept.append(1)
         with pytest.raises(LLMException, match="the transport is closed"):
             transport.register(kept)
+
+    @pytest.mark.parametrize("sizes", [(4096, 8192), (8192, 4096), (4096, 4096)])
+    def test_registrations_that_begin_at_one_address_are_in_regions_of_their_sizes(
+        self, sizes: tuple[int, int]
+    ) -> None:
+        memory = np.zeros(max(sizes), np.uint8)
+        with UcxTransport(settings=SHARED_MEMORY) as transport:
+            for nbytes in sizes:
+                transport.register(memory[:nbytes])
+            known = Metadata.from_bytes(transport.metadata())
+        regions = {region.number: region for region in known.regions}
+        assert len(regions) == len(set(sizes))
+        assert [regions[each.region].nbytes for each in known.ranges] == [*sizes]
+
+    def test_documents_of_one_transport_give_no_number_to_two_regions(self) -> None:
+        """A link takes the keys of several documents by their numbers: RDMA tells them apart."""
+        memory = [np.zeros(4096, np.uint8) for _ in range(3)]
+        regions: dict[int, tuple[int, int]] = {}
+        with UcxTransport(settings=SHARED_MEMORY) as transport:
+            held = [transport.register(each) for each in memory]
+            for some in ([0], [1], [2], [2, 0], [1, 0], [0, 1, 2]):
+                known = Metadata.from_bytes(transport.metadata([held[i] for i in some]))
+                for region in known.regions:
+                    place = region.address, region.nbytes
+                    assert regions.setdefault(region.number, place) == place
+        assert len(set(regions.values())) == 3
 
     def test_a_closed_transport_has_no_open_files(self) -> None:
         """Not even for as long as something refers to it."""
