@@ -135,7 +135,7 @@ class Recorder:
             return [encode(header), *self._templates()]
 
         # For the thread: True for new rows, False for the end, an Event to set after writing; None:
-        # the file cannot begin. `SimpleQueue.put` is safe in signal handlers, and `Event.set` is not.
+        # the file cannot begin. In signal handlers, `put` is safe, and `Event.set` is not.
         self._tokens: SimpleQueue[bool | threading.Event | None] = SimpleQueue()
         # First: without a thread, the files of an earlier recording keep their names.
         self._thread = start_thread(f"kvplan-recorder-{cluster_id}", self._write_all)
