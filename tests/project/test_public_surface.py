@@ -47,8 +47,6 @@ NEVER_THERE = {
     "kvplan.transport.transport.Transport.metadata": {"ValueError"},
     # The cluster id was checked when the object was made.
     "kvplan.llm_datadist.v2.llm_datadist.LLMDataDist.init": {"ValueError"},
-    # Sizes and counts of its recordings are constants.
-    "kvplan.observe.observer.Observer.begin": {"TypeError"},
 }
 """What the code of a function seems to raise, and does not."""
 
