@@ -148,6 +148,7 @@ class BuildNative(build_ext):
 
     def build_extensions(self) -> None:
         self.check_tools()
+        self.make_c()
         if CACHE:
             self.compiler._compile = self.reusing(self.compiler._compile, Path(CACHE))
         library = self.built()
@@ -188,6 +189,30 @@ class BuildNative(build_ext):
                 f"error: to build kvplan from source needs {' and '.join(missing)}; its wheels need"
                 " neither"
             )
+
+    def make_c(self) -> None:
+        """Let Cython write the C sources of the modules.
+
+        Only here, since pip also runs this file to ask for requirements and metadata.
+        """
+        made = cythonize(
+            self.extensions,
+            build_dir=f"{BUILD}/cython",
+            annotate=ANNOTATE,
+            cache=CACHE or False,
+            language_level=3,
+            compiler_directives={
+                # As Cython's default, bounds are checked: all flavours compile the same C then.
+                "wraparound": False,
+                "embedsignature": True,
+                "embedsignature.format": "clinic",
+                # See docs/internals/adr/0009: prepared, and not promised yet.
+                "freethreading_compatible": FREE_THREADED,
+            },
+        )
+        sources = {extension.name: extension.sources for extension in made}
+        for extension in self.extensions:
+            extension.sources = sources[extension.name]
 
     def reusing(self, compile_one: Compile, cache: Path) -> Compile:
         """Return `compile_one`, but for what is in the cache: the object file is copied then.
@@ -293,23 +318,7 @@ setup(
     package_dir={"kvnative.include": "include"},
     # Not in the package: whoever runs pytest would import kvplan and NumPy.
     py_modules=["pytest_kvplan"],
-    ext_modules=cythonize(
-        modules,
-        build_dir=f"{BUILD}/cython",
-        annotate=ANNOTATE,
-        cache=CACHE or False,
-        language_level=3,
-        compiler_directives={
-            # As Cython's default, bounds are checked: all flavours compile the same C then.
-            "wraparound": False,
-            "embedsignature": True,
-            "embedsignature.format": "clinic",
-            # See docs/internals/adr/0009: prepared, and not promised yet.
-            "freethreading_compatible": FREE_THREADED,
-        },
-    )
-    if modules
-    else [],
+    ext_modules=modules,
     cmdclass={"build": Build, "build_ext": BuildNative},
     options={
         "build": {"build_base": BUILD},

@@ -184,6 +184,7 @@ def test_without_a_compiler_one_line_names_the_missing_tool(project: Path, tmp_p
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert "needs a C compiler (gcc is not on PATH; Debian: apt install gcc)" in said
     assert done.stderr.splitlines()[-1] == said
+    assert not (project / "build").exists()  # Cython is not run in vain, nor for metadata
 
 
 def facts(project: Path, inplace: bool) -> dict[str, Any]:
