@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import examples
+from tests.support import zygote
 
 FOLDER = Path(examples.__file__).parent
 NO_TORCH = pytest.mark.skipif(
@@ -75,15 +76,22 @@ SHOWN = {
 """What each that is one program prints, among other things."""
 
 
-def run(script: Path) -> subprocess.CompletedProcess[str]:
-    """Run it with the kvplan of this tree."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", script],
-        env=os.environ | {"PYTHONPATH": str(FOLDER.parent)},
-        capture_output=True,
-        text=True,
-        timeout=60,
+def run(*command: Path | str) -> subprocess.CompletedProcess[str]:
+    """Run a script with the kvplan of this tree, as `python -W error` does, but in a fork."""
+    return zygote.run(
+        "tests.examples.test_examples",
+        *map(str, command),
+        imported=("asyncio", "multiprocessing.spawn", "numpy", "kvplan.engine.datadist"),
+        flags=("-W", "error"),
+        environment=os.environ | {"PYTHONPATH": str(FOLDER.parent)},
     )
+
+
+def main(*command: str) -> None:
+    """Be the script, in a fork; its children are new interpreters."""
+    sys.argv = [*command]
+    sys.path.insert(0, str(Path(command[0]).parent))
+    runpy.run_path(command[0], run_name="__main__")
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import doctest
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import pytest
 
 import examples
 from kvplan.cli import main
+from tests.examples.test_examples import run
 
 pytestmark = pytest.mark.slow  # an example in three processes, three times
 
@@ -37,14 +35,7 @@ def test_each_command_prints_what_the_page_says(
     for line, said in commands():
         program, *words = line.replace("/tmp", str(tmp_path)).split()
         if program == "python":
-            done = subprocess.run(
-                [sys.executable, "-W", "error", *words],
-                cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-                capture_output=True,
-                text=True,
-                timeout=120,
-            )
+            done = run(*words)
             printed = done.stdout
             assert (done.returncode, done.stderr) == (0, "")
         else:
