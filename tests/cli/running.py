@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 
 import kvplan
 from kvplan import CacheDesc, DataType, Placement, Plan, Rows, Transfer, cli
 from tests.support import zygote
 
-IMPORTED = ("tests.cli.peer_process", *{row.module: None for row in cli.COMMANDS.values()})
+IMPORTED = (
+    "tests.cli.peer_process",
+    "kvplan.cli.info.look",
+    *{row.module: None for row in cli.COMMANDS.values()},
+)
 
 TOKENS_FIRST = CacheDesc(
     4, (16, 16, 4, 32), DataType.DT_BF16, Placement.HOST, kv_tensor_format="block token head dim"
@@ -55,9 +62,29 @@ def command(
 
 
 def main(*arguments: str) -> None:
-    """The command, in a fork."""
+    """The command, in a fork; the process in which `kvplan info` looks is a fork of that."""
     sys.argv = ["kvplan", *arguments]
+    import_module("kvplan.cli.info")._start = start_look  # type: ignore[attr-defined]
     sys.exit(cli.main())
+
+
+def start_look(notes: int, device_id: int, said: int) -> zygote.Forked:
+    """Do what `_start` of kvplan.cli.info does, without a new interpreter and its imports."""
+    if pid := os.fork():
+        return zygote.Forked(pid)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number, descriptor in enumerate((null, null, said)):
+        os.dup2(descriptor, number)
+    sys.argv = ["look", str(notes), str(device_id)]
+    code = 1
+    try:
+        import_module("kvplan.cli.info.look").main()
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    sys.stderr.flush()
+    ctypes.CDLL(None).exit(code)  # not os._exit: libraries give back what they hold
+    raise AssertionError
 
 
 def refused(*arguments: str | Path, stdin: str = "", **environment: str) -> str:

@@ -116,7 +116,11 @@ class TestWithoutAccelerator:
         assert "its mode is 0644, so others may use it; chmod 600 is needed" in text
 
     def test_the_text_is_for_people(self) -> None:
-        text = info("-v", KVPLAN_ASCEND_LIBRARY="")
+        """Here of new interpreters, as a shell starts them."""
+        command = [sys.executable, "-W", "error", "-m", "kvplan", "info", "-v", "--timeout", "600"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert (done.returncode, done.stderr) == (0, "")
+        text = done.stdout
         for part in (
             "accelerator none:",
             "name hccl works no why_not no Ascend device",

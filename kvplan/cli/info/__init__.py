@@ -67,15 +67,8 @@ def _look(device_id: int, timeout_s: float) -> dict[str, Any]:
     """
     reason = ""
     with TemporaryFile() as notes, TemporaryFile() as said:
-        command = [sys.executable, "-m", "kvplan.cli.info.look", str(notes.fileno())]
         try:
-            process = subprocess.Popen(
-                [*command, str(device_id)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=said,
-                pass_fds=[notes.fileno()],
-            )
+            process = _start(notes.fileno(), device_id, said.fileno())
         except OSError as error:
             reason = f"no process could be started: {error}"
         else:
@@ -83,6 +76,17 @@ def _look(device_id: int, timeout_s: float) -> dict[str, Any]:
         for file in (notes, said):
             file.seek(0)
         return _gather(notes.read(), reason, said.read().decode(errors="replace"))
+
+
+def _start(notes: int, device_id: int, said: int) -> subprocess.Popen[bytes]:
+    """Start the process. The tests replace this by a fork."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvplan.cli.info.look", str(notes), str(device_id)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=said,
+        pass_fds=[notes],
+    )
 
 
 def _end_of(process: subprocess.Popen[bytes], timeout_s: float) -> str:
