@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.ascend.simulator import VARIANT
 from tests.ascend_sim.build import VARIANTS
+from tests.support import suite
 
 HERE = Path(__file__).parent
 OTHERS = [name for name in VARIANTS if name not in {"8.5", "9.0", "9.1"}]
@@ -26,11 +24,5 @@ def test_everything_with(variant: str) -> None:
     if variant != "hccl-only":  # whose ACL is that of 8.5
         files += [HERE / f"test_{name}.py" for name in ("acl_copy", "acl_abort", "acl_processes")]
         files.append(HERE / "test_channel_concurrency.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
-        env={**os.environ, "KVSIM_VARIANT": variant},
-        cwd=HERE.parents[1],
-        capture_output=True,
-        text=True,
-    )
+    done = suite.run(*files, environment={"KVSIM_VARIANT": variant})
     assert done.returncode == 0, done.stdout[-6000:]

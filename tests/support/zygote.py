@@ -143,6 +143,7 @@ def run(
     flags: Sequence[str] = (),
     environment: Mapping[str, str],
     stdin: str = "",
+    timeout_s: float | None = TIMEOUT_S,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python FLAGS -m PROGRAM ARGUMENTS` to its end, by `fork` if that is possible."""
     with TemporaryFile("w+") as given, TemporaryFile("w+") as said, TemporaryFile("w+") as errors:
@@ -157,7 +158,7 @@ def run(
             paths = {"PYTHONPATH": str(ROOT)}
             process = subprocess.Popen(command, 0, None, *descriptors, env={**environment, **paths})
         try:
-            code = process.wait(TIMEOUT_S)
+            code = process.wait(timeout_s)
         finally:
             process.kill()
         for file in (said, errors):
