@@ -25,7 +25,8 @@ INSIDE = "/kvplan/"
 DEADLINE_S = 30
 
 
-def main(call: str, step: int) -> None:
+def main(call: str, distance: str) -> None:
+    step = int(distance)
     engine = LlmDataDist(1, LlmRole.MIX)
     engine.initialize({"ListenIpInfo": "127.0.0.1:0"})
     blocks = engine.allocate_blocks_cache(DESC)
@@ -105,4 +106,4 @@ def registrations(engine: LlmDataDist) -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(*sys.argv[1:])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+import os
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support import zygote
 
 
 @pytest.mark.parametrize(
@@ -24,10 +22,8 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_an_interrupted_call_leaves_nothing(call: str, step: int, fewest: int) -> None:
-    command = (sys.executable, "-m", "tests.engine.interrupted_calls", call, str(step))
-    process = subprocess.run(
-        command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=60
-    )
+    process = zygote.run("tests.engine.interrupted_calls", call, str(step), environment=os.environ)
+    assert process.returncode == 0, process.stderr
     left = json.loads(process.stdout)
     assert left.pop("interrupts") >= fewest
     assert left == {"next_call": {}, "registrations": 0, "caches": 0, "leases": 0}

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -14,9 +10,8 @@ from tests.faults.gate import Gate
 from tests.hixl.peer import Peer
 from tests.hixl.places import Place, registered
 from tests.hixl.test_faults import LONG_MS, blocks, in_thread
+from tests.support import forked
 from tests.support.interrupts import Interrupts
-
-ROOT = Path(__file__).parents[2]
 
 
 def interrupted_registering() -> int:
@@ -52,9 +47,7 @@ def interrupted_deregistering() -> int:
 @pytest.mark.parametrize("function", ["interrupted_registering", "interrupted_deregistering"])
 def test_a_call_that_was_interrupted_can_be_repeated(function: str) -> None:
     code = f"from tests.hixl.test_registering import {function}; print({function}())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = forked.python(code, imported=("tests.hixl.test_registering",))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 30
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 
@@ -64,7 +63,7 @@ SOURCES = {
 def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Check]:
     """A function that compiles a program by its name when its first check runs."""
     folder = tmp_path_factory.mktemp("core")
-    return cache(lambda name: compiled(folder, f"tests/native/{name}_main.c", *SOURCES[name]))
+    return lambda name: compiled(folder, f"tests/native/{name}_main.c", *SOURCES[name])
 
 
 @pytest.mark.parametrize(

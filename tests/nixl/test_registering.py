@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from kvplan.nixl._api import nixl_agent
 from kvplan.nixl._bindings import nixlNotFoundError
+from tests.support import forked
 from tests.support.interrupts import Interrupts
-
-ROOT = Path(__file__).parents[2]
 
 
 def interrupted(name: str) -> int:
@@ -43,9 +38,7 @@ def interrupted(name: str) -> int:
 @pytest.mark.parametrize("name", ["register_memory", "deregister_memory"])
 def test_a_call_that_was_interrupted_leaves_nothing_unknown(name: str) -> None:
     code = f"from tests.nixl.test_registering import interrupted; print(interrupted({name!r}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = forked.python(code, imported=("tests.nixl.test_registering",))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20
 

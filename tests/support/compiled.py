@@ -21,9 +21,11 @@ TIMEOUT_S = 60
 Check = Callable[[str], None]
 """Runs one check of a program by its name. A failed check fails the test."""
 
+_programs: dict[tuple[str, ...], Path] = {}  # by their sources
+
 
 def compiled(folder: Path, source: str, *others: str) -> Check:
-    """Compile a program of the tests.
+    """Compile a program of the tests, once in this process.
 
     Args:
         folder: folder of the program.
@@ -32,6 +34,20 @@ def compiled(folder: Path, source: str, *others: str) -> Check:
     """
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
+    if (source, *others) not in _programs:
+        _programs[source, *others] = _compile(folder, source, *others)
+    program = _programs[source, *others]
+
+    def check(name: str) -> None:
+        ran = subprocess.run(
+            [program, name], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        assert ran.returncode == 0, ran.stderr
+
+    return check
+
+
+def _compile(folder: Path, source: str, *others: str) -> Path:
     program = folder / Path(source).stem
     flags = ("-std=c11", "-D_GNU_SOURCE", "-g", "-Wall", "-Wextra", "-Werror", "-pthread")
     unused = ("-Wno-unused-function", "-ffunction-sections", "-Wl,--gc-sections")
@@ -42,11 +58,4 @@ def compiled(folder: Path, source: str, *others: str) -> Check:
     command = ["cc", *flags, *unused, *includes, *sources, *library, "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-    def check(name: str) -> None:
-        ran = subprocess.run(
-            [program, name], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-        assert ran.returncode == 0, ran.stderr
-
-    return check
+    return program

@@ -62,7 +62,7 @@ def installed(factory: pytest.TempPathFactory) -> Path:
         run([sys.executable, "-m", "venv", "--without-pip", folder])
         python = folder / "bin/python"
         pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
-        run([*pip, "--no-compile", "--no-deps", "--no-index", one(built(factory), "*.whl")])
+        run([*pip, "--no-deps", "--no-index", one(built(factory), "*.whl")])
         site = Path(
             run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])[:-1]
         )

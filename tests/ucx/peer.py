@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import dedent
@@ -17,6 +16,7 @@ from kvnative._lower import Descriptors
 from kvnative._ucx import UcxEndpoint, UcxLibrary, UcxWorker
 from kvnative._ucx_backend import ucx_backend
 from kvplan.transport.ucx.library import find
+from tests.support import forked
 from tests.support.peer import ROOT, Peer
 
 NBYTES = 4 << 20
@@ -39,15 +39,9 @@ path = sys.argv[1]
 
 
 def run(script: str, *arguments: str) -> str:
-    """What a script in an interpreter of its own prints; it must end well."""
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + dedent(script), *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    """What a script in a process of its own prints; it must end well."""
+    imported = ("kvnative._ucx_backend", "kvnative._executor", "tests.ucx.peer")
+    done = forked.python(PRELUDE + dedent(script), *arguments, imported=imported)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
