@@ -83,8 +83,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Leave all that was collected out of later collections of garbage: it is not a test's."""
-    gc.collect()
+    """Leave all that was collected out of later collections of garbage: it is not a test's.
+
+    Its garbage too: to find that takes a second of each process, and returns no memory.
+    """
     gc.freeze()
     gc.enable()
 

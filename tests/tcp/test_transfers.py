@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -41,26 +41,28 @@ NORESERVE = 0x4000  # Linux's MAP_NORESERVE; Python has the name from 3.13 on
 BLOCKS, BLOCK, TENSORS = 40, 70_000, 3
 DESC = CacheDesc(TENSORS, (BLOCKS, BLOCK), DataType.DT_UINT8, shard=Shard(num_layers=TENSORS))
 
-SHAPES: dict[str, list[Span]] = {
-    "a byte": [(5, 7, 1)],
-    "a block": [(4096, 12_288, 4096)],
-    "one of 40 MiB": [(1, 3, 40 * MIB)],
-    "blocks in any order": blocks(300, 32 * KIB),
+SHAPES: dict[str, Callable[[], list[Span]]] = {
+    "a byte": lambda: [(5, 7, 1)],
+    "a block": lambda: [(4096, 12_288, 4096)],
+    "one of 40 MiB": lambda: [(1, 3, 40 * MIB)],
+    "blocks in any order": lambda: blocks(300, 32 * KIB),
     # More runs than fit into a request, and more requests than are in flight at a time.
-    "16 bytes each": blocks(100_000, 16),
-    "7 bytes each": blocks(5_000, 7),
-    "adjacent at both ends": [(i * 4096, i * 4096, 4096) for i in range(3_000)],
-    "adjacent there": [(i * 9000, i * 4096, 4096) for i in range(3_000)],
-    "strided there": [(i * 512, i * 5000, 512) for i in range(9_000)],
-    "strided there, from the end": [(i * 512, (8_999 - i) * 5000, 512) for i in range(9_000)],
-    "strides of touching pairs": [
+    "16 bytes each": lambda: blocks(100_000, 16),
+    "7 bytes each": lambda: blocks(5_000, 7),
+    "adjacent at both ends": lambda: [(i * 4096, i * 4096, 4096) for i in range(3_000)],
+    "adjacent there": lambda: [(i * 9000, i * 4096, 4096) for i in range(3_000)],
+    "strided there": lambda: [(i * 512, i * 5000, 512) for i in range(9_000)],
+    "strided there, from the end": lambda: [
+        (i * 512, (8_999 - i) * 5000, 512) for i in range(9_000)
+    ],
+    "strides of touching pairs": lambda: [
         (i * 512, i // 2 * 5000 + i % 2 * 512, 512) for i in range(9_000)
     ],
     # No step of a run is that long.
-    "far apart": [(i * 64, (i % 2) * 40 * MIB + i * 64, 64) for i in range(400)],
-    "of several sizes": [(i * 5000, i * 5000, 1 + i * 37 % 5000) for i in range(2_000)],
-    "the same source again": [(i * 1000, 70, 1000) for i in range(2_000)],
-    "none": [],
+    "far apart": lambda: [(i * 64, (i % 2) * 40 * MIB + i * 64, 64) for i in range(400)],
+    "of several sizes": lambda: [(i * 5000, i * 5000, 1 + i * 37 % 5000) for i in range(2_000)],
+    "the same source again": lambda: [(i * 1000, 70, 1000) for i in range(2_000)],
+    "none": list,
 }
 
 
@@ -86,7 +88,7 @@ class TestShapes:
         direction: str,
         name: str,
     ) -> None:
-        spans = SHAPES[name]
+        spans = SHAPES[name]()
         if direction == "put" and name == "the same source again":
             spans = [(theirs, mine, nbytes) for mine, theirs, nbytes in spans]
         here, there = both(steady_peer.memory, direction, local, spans)
@@ -108,7 +110,7 @@ class TestShapes:
         direction: str,
         name: str,
     ) -> None:
-        spans = SHAPES[name]
+        spans = SHAPES[name]()
         here, there = both(steady_peer.memory, direction, local, spans)
         with Executor(steady_peer.backend(wide_link, direction)) as executor:
             report = executor.run(steady_peer.descriptors(direction, local, spans), TIMEOUT_MS)
