@@ -26,8 +26,7 @@ from kvplan.transport.registrations import (
 Tickets = frozenset[tuple[int, int]]
 """A peer's writes to this process at one moment, each as (index in the peer's table, number)."""
 
-_POLL_S: Final = 100e-6  # at first; later a part of the time that was waited
-_POLL_PART: Final = 1 / 16
+_POLL_S: Final = 100e-6  # at first; later a sixteenth of the time that was waited
 _STALLED_S: Final = 0.02  # timeout for peers that made no progress since the last wait
 
 _Peer = TypeVar("_Peer")
@@ -67,7 +66,7 @@ class Writers(Generic[_Peer]):
             patience = _STALLED_S if all(map(self._has_stalled, late)) else WRITER_TIMEOUT_S
             if (waited_s := time.monotonic() - began) > patience:
                 break
-            time.sleep(max(_POLL_S, waited_s * _POLL_PART))
+            time.sleep(max(_POLL_S, waited_s / 16))
             writers = late
         for writer in late:
             self._stalled[writer.peer] = writer.tickets

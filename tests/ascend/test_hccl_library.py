@@ -15,6 +15,7 @@ from kvnative._backend import KVN_OK
 from tests.ascend.hccl_ends import A2, A3, Product, rank_table, two_ends
 from tests.ascend.simulator import ELSEWHERE, HOME
 from tests.ascend_sim.build import build
+from tests.support import forked
 from tests.support.peer import ROOT
 
 # A library is loaded once a process, so each test has one of its own.
@@ -37,13 +38,8 @@ print(json.dumps(found))
 def load(acl: str, *path: str, home: str = "/nonexistent", soc: str = A2.soc) -> Any:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "KVSIM_SOC": soc, HOME: home}
     environment.pop(ELSEWHERE, None)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, acl, *path],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    imported = ("kvnative._acl", "kvnative._hccl_memory")
+    done = forked.python(PROGRAM, acl, *path, imported=imported, environment=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -5,15 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tests.support import zygote
 
 
-def python(code: str, *arguments: str, imported: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def python(
+    code: str,
+    *arguments: str,
+    imported: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
     """Run the code as a new interpreter would: `sys.argv` has the arguments."""
     return zygote.run(
-        "tests.support.forked", code, *arguments, imported=imported, environment=os.environ
+        "tests.support.forked",
+        code,
+        *arguments,
+        imported=imported,
+        environment=os.environ if environment is None else environment,
     )
 
 

@@ -76,14 +76,9 @@ def _look(device_id: int, timeout_s: float) -> dict[str, Any]:
 
 
 def _start(notes: int, device_id: int, said: int) -> subprocess.Popen[bytes]:
-    """Start the process. The tests replace this by a fork."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "kvplan.cli.info.look", str(notes), str(device_id)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=said,
-        pass_fds=[notes],
-    )
+    command = [sys.executable, "-m", "kvplan.cli.info.look", str(notes), str(device_id)]
+    null = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=null, stdout=null, stderr=said, pass_fds=[notes])
 
 
 def _end_of(process: subprocess.Popen[bytes], timeout_s: float) -> str:
