@@ -27,6 +27,7 @@ from kvplan import (
 from kvplan.execution.completion import AwaitableTask, run_aside
 from tests.support.held import Held
 from tests.support.holding import held_transfers
+from tests.support.peer import DEADLINE_S
 from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at
 
