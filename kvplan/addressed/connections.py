@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -71,8 +72,8 @@ class Connections:
         self._log = log
         self._peer_log = LimitedLog(log)
         self._mutex = Mutex()
-        self._calls: dict[object, int] = {}  # cluster id of each `use`
-        self._leaving: set[int] = set()  # cluster ids that a `disconnect` waits for
+        self._calls: dict[object, tuple[int, int]] = {}  # cluster id and thread of each `use`
+        self._leaving: list[int] = []  # cluster id of each `disconnect` that waits for calls
         self._call_ended = Condition()  # notified for clusters in `_leaving`
         # By address, while a call has it: one call at a time for each engine.
         self._busy: WeakValueDictionary[str, Mutex] = WeakValueDictionary()
@@ -97,7 +98,7 @@ class Connections:
         """Yield the cluster id of a connected engine; `disconnect` waits for the block."""
         cluster_id, call = self.cluster_of(remote_engine), object()
         try:
-            self._calls[call] = cluster_id
+            self._calls[call] = cluster_id, get_ident()
             if self.cluster_of(remote_engine) != cluster_id:  # `disconnect` may not see this call
                 raise _not_connected(remote_engine)
             yield cluster_id
@@ -167,8 +168,13 @@ class Connections:
                     raise
         raise _not_connected(remote_engine)
 
-    def disconnect(self, remote_engine: str, timeout_ms: int) -> None:
-        """End a connection. The link stays if the peer still uses it."""
+    def disconnect(
+        self, remote_engine: str, timeout_ms: int, stop: Callable[[], object] | None = None
+    ) -> None:
+        """End a connection. The link stays if the peer still uses it.
+
+        `stop` is called once no other thread has begun a call with the engine, and none can begin.
+        """
         deadline = time.monotonic() + timeout_ms / 1000
         with self._one_call(remote_engine, str(self._where(remote_engine)[0]), timeout_ms):
             cluster_id = self.cluster_of(remote_engine)
@@ -177,6 +183,8 @@ class Connections:
             try:
                 self._forget(cluster_id)  # first: calls from here on do not find the engine
                 self._wait_for_calls(cluster_id, deadline)
+                if stop is not None:
+                    stop()
                 link = self._link(cluster_id)
                 if link.state is LinkState.LINKED and self._used_by_peer(link):
                     self._leave(remote_engine, link, deadline)
@@ -197,16 +205,20 @@ class Connections:
                 raise
 
     def _wait_for_calls(self, cluster_id: int, deadline: float) -> None:
-        """Wait until no call uses a cluster; raise LLM_LINK_BUSY at the deadline."""
-        self._leaving.add(cluster_id)
+        """Wait for calls of other threads with a cluster; raise LLM_LINK_BUSY at the deadline."""
+        here = get_ident()  # an exception that was caught may keep a call of this thread
+
+        def have_ended() -> bool:
+            calls = list(self._calls.values())
+            return not any(cluster == cluster_id and thread != here for cluster, thread in calls)
+
+        self._leaving.append(cluster_id)
         try:
             with self._call_ended:
-                if not self._call_ended.wait_for(
-                    lambda: cluster_id not in list(self._calls.values()), _left_ms(deadline) / 1000
-                ):
+                if not self._call_ended.wait_for(have_ended, _left_ms(deadline) / 1000):
                     raise busy(f"a call of another thread with cluster {cluster_id} goes on")
         finally:
-            self._leaving.discard(cluster_id)
+            self._leaving.remove(cluster_id)
 
     def _leave(self, remote_engine: str, link: PeerLink, deadline: float) -> None:
         """Wait for transfers of this end; then tell the peer that this end leaves the link."""
@@ -337,6 +349,11 @@ class Connections:
             for name in self._names_of(cluster_id):
                 del self._connected[name]
 
+    def forget(self, remote_engine: str) -> None:
+        """Forget a connection that could not be ended; its name may be another engine's now."""
+        if (found := self._connected.get(remote_engine)) is not None:
+            self._forget(found.cluster_id)
+
     def _restore(self, names: dict[str, _Connection]) -> None:
         """Undo `_forget`."""
         with self._mutex:
@@ -346,8 +363,8 @@ class Connections:
     def _one_call(self, remote_engine: str, address: str, timeout_ms: int) -> Iterator[None]:
         """Exclude other calls for the same engine; raise LLM_TIMEOUT if they last too long."""
         with self._mutex:
-            busy = self._busy.setdefault(address, Mutex())
-        if not busy.acquire(timeout=timeout_ms / 1000):
+            one = self._busy.setdefault(address, Mutex())
+        if not one.acquire(timeout=timeout_ms / 1000):
             raise timed_out(
                 f"another call has been connecting or disconnecting {remote_engine} for "
                 f"{timeout_ms} ms"
@@ -355,7 +372,7 @@ class Connections:
         try:
             yield
         finally:
-            busy.release()
+            one.release()
 
 
 def _left_ms(deadline: float) -> int:

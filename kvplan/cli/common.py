@@ -78,7 +78,7 @@ def _read_plan(_: click.Context, __: click.Parameter, path: str) -> Plan:
 
 
 def stdin(what: str) -> BinaryIO:
-    """Return the standard input, which `what` is redirected to."""
+    """Return the standard input; refuse a closed one. `what` names what is read, for the error."""
     if sys.stdin is None:
         raise click.UsageError(f"stdin is closed; redirect {what} to it")
     return sys.stdin.buffer

@@ -256,13 +256,19 @@ class ControlLoop:
     def start_in_worker(
         self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> asyncio.Future[_T]:
-        """Run a function that must not be lost in a thread of the pool; here if none is left."""
+        """Run a function that must not be lost in a thread of the pool; here if none is left.
+
+        The function may be called twice: a thread that becomes free meanwhile may take it.
+        """
         call = partial(function, *args, **kwargs)
         try:
             return asyncio.shield(self._in_pool(call))
         except LLMException:
             done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-            done.set_result(call())
+            try:
+                done.set_result(call())
+            except Exception as error:
+                done.set_exception(error)
             return done
 
     def _in_pool(self, call: Callable[[], _T]) -> asyncio.Future[_T]:

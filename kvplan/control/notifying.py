@@ -1,8 +1,8 @@
 """Notifications over one link: directly inside one host, or by control messages.
 
-A control message passes six threads. A direct notification needs one system call, from which the
-receiver's program has it at a descriptor that it watches. The direct connection is a Unix packet
-socket, which keeps packets whole and in order.
+A control message passes six threads. A direct notification needs one system call, which wakes the
+receiver's program at a descriptor. The direct connection is a Unix packet socket, which keeps
+packets whole and in order:
 
 - The sender listens briefly at an abstract name derived from a secret, and sends the secret in a
 Notify. The receiver connects, proves that it knows the secret, and answers. Then the sender has the

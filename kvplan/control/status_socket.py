@@ -45,7 +45,10 @@ _open: weakref.WeakSet[StatusSocket] = weakref.WeakSet()
 
 
 class StatusSocket:
-    """A server of the JSON document that `describe` returns. It accepts on the control loop."""
+    """A server of the JSON document that `describe` returns.
+
+    The control loop accepts, and answers if no thread is left.
+    """
 
     def __init__(
         self, control: ControlLoop, name: str, describe: Callable[[], dict[str, Any]]

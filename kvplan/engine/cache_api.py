@@ -190,7 +190,7 @@ class CacheOperations(OperationRunner):
         """Free an allocated cache: a paged one at once, a contiguous one after its keys are gone.
 
         Until then peers pull it by key, but not by id. Its memory stays as long as an array or a
-        task of this process has it. A freed or unknown cache has no effect.
+        transfer of this process uses it. A freed or unknown cache has no effect.
 
         Raises:
             TypeError: not a Cache.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
@@ -38,14 +38,24 @@ class GatherNotices:
         self._error: LLMException | None = None
 
     def add(self, operations: Sequence[TransferOperation]) -> None:
-        """Add the linked peers of operations, before one of them may fail at its peer."""
+        """Add the linked peers of operations, before one of them may fail at its peer.
+
+        Raises:
+            LLMException: a link that an operation holds takes no notice: the peer would not hear.
+        """
         for operation in operations if self.any else ():
-            link = operation.engine.links.peers.get(cast("Any", operation.peer_key()).cluster_id)
-            if link is not None and link not in self._operations:
-                notice = self._new(timeout_ms=operation.left_ms())
-                with suppress(LLMException):  # the link has ended: `find_peer` raises why
-                    notice.hold(link)
-                    self._operations[link] = notice.__enter__()
+            cluster_id = cast("Any", operation.peer_key()).cluster_id
+            link = operation.link or operation.engine.links.peers.get(cluster_id)
+            if link is None or link in self._operations:
+                continue
+            notice = self._new(timeout_ms=operation.left_ms())
+            try:
+                notice.hold(link)
+                self._operations[link] = notice.__enter__()
+            except LLMException:
+                if operation.link is not None:
+                    raise
+                # Otherwise the link has ended: `find_peer` raises why.
 
     def finish(self, error: BaseException | None) -> None:
         """Send the outcome to the peers once; a concurrent call waits for the first."""
@@ -139,6 +149,7 @@ class Several:
                 operation.find_peer()
             if operation.cache_id < 0:
                 operation.cache_id = first.cache_id
+        self.notices.add(self.operations)  # of links that were not up before
         for name, transfer in self._transfers.items():
             if is_gather(transfer):
                 self._divide(name, cast(Transfer, transfer))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -83,8 +82,12 @@ def transfers_on(
     if node == ALL_NODES:
         bound = tuple((number, kept) for number, each in usable if (kept := each & _IN_A_SET))
         return default_transfers(tuning, bound if len(bound) > 1 and _are_pages_told() else ())
-    with _running_on(usable[0][1]):  # new threads inherit the affinity of this one
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, usable[0][1])  # new threads inherit the affinity of this one
         return default_transfers(tuning, usable)
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def _are_pages_told() -> bool:
@@ -95,17 +98,6 @@ def _are_pages_told() -> bool:
         logger.warning("event=numa_node_all_without_effect reason=move_pages: %s", error)
         return False
     return True
-
-
-@contextmanager
-def _running_on(processors: frozenset[int]) -> Iterator[None]:
-    """Restrict only this thread to some processors."""
-    before = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, processors)
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def _numbers(text: str) -> frozenset[int]:

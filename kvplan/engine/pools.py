@@ -69,7 +69,7 @@ class PoolConfig:
 class Span:
     """Memory [address, address + nbytes), which returns to its pool when this object is collected.
 
-    Each user of the memory (a cache, a task, an array) holds this object, so another
+    Each user of the memory (a cache, a transfer, an array) holds this object, so another
     cache gets the memory only after the last user.
 
     Args:

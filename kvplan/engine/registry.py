@@ -42,7 +42,7 @@ class CacheRegistry:
     """All caches of one engine; thread-safe.
 
     An allocated cache lives until its id, its last key and its last claim are gone. Peers reach it
-    until then. The memory returns to its pool after the last task and the last array. A
+    until then. The memory returns to its pool after the last transfer and the last array. A
     registered cache ends when it is unregistered; its memory belongs to the user.
 
     Args:
@@ -367,7 +367,7 @@ class CacheRegistry:
             run(partial(end_all, unused))
 
     def close(self) -> None:
-        """Remove all caches; idempotent. Memory stays while a task or an array has it."""
+        """Remove all caches; idempotent. Memory stays while a transfer or an array has it."""
         with self._mutex:
             self._closed = True
             held = [*self._held.values(), *self._pending.all()]

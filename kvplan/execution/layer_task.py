@@ -116,6 +116,7 @@ class LayerTask(TransferTask):
                     for memory, tensors in zip(memories, pieces, strict=True):
                         memory.check(tensors)  # other memory may be mapped there now
                 except LLMException as error:
+                    error.__traceback__ = None  # its frames hold the memories
                     self._lost = error  # first: the thread that finds the end raises it
                     self.cancel()
             self._layered.open(index, gate)

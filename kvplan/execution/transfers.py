@@ -44,9 +44,6 @@ The copy holds the GIL, on which `close` relies. Without a GIL every transfer ha
 Nodes = tuple[tuple[int, frozenset[int]], ...]
 """NUMA nodes with the processors of each."""
 
-_NUMBERS: Final = (int, float)
-_LONG_MS: Final = 1 << 63  # the executor handles longer timeouts, even beyond every float
-
 
 class Transfers:
     """A thread pool, and the executor that submits plans to it.

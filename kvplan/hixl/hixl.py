@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from operator import index
 from time import perf_counter
@@ -228,16 +228,17 @@ class Hixl:
 
     @_returns_status()
     def disconnect(self, remote_engine: str, timeout_in_millis: int = 1000) -> int:
-        """End a connection: stop its requests, and wait for `transfer_sync` of other threads.
+        """End a connection: wait for calls of other threads with it, and stop its requests.
 
         Returns:
             SUCCESS; PARAM_INVALID: a malformed name, or a timeout below 1; NOT_CONNECTED; TIMEOUT:
-            a `transfer_sync` still runs (the connection stays), or the end was not confirmed.
+            such a call still runs (the connection stays), or the end was not confirmed.
         """
         running = self._initialized(timeout_in_millis)
         cluster_id = running.connections.cluster_of(remote_engine)
-        running.requests.stop_peer(cluster_id, f"stopped because {remote_engine} was disconnected")
-        running.connections.disconnect(remote_engine, timeout_in_millis)
+        reason = f"stopped because {remote_engine} was disconnected"
+        stop = partial(running.requests.stop_peer, cluster_id, reason)
+        running.connections.disconnect(remote_engine, timeout_in_millis, stop)
         return SUCCESS
 
     @_returns_status()
@@ -327,8 +328,12 @@ class Hixl:
         with running.use(remote_engine, _AUTO_CONNECT_MS) as cluster:
             ranges = AddressRanges(cluster, *columns, _DIRECTIONS[op])
             task = running.datadist.submit(ranges)
-        request = Request(task, ranges, remote_engine, op.name, given.user_data)
-        return SUCCESS, running.requests.add(request)
+            try:
+                request = Request(task, ranges, remote_engine, op.name, given.user_data)
+                return SUCCESS, running.requests.add(request)
+            except BaseException:  # an interrupt: no number names the request
+                task.cancel()
+                raise
 
     @_returns_status(TransferStatus.FAILED)
     def get_transfer_status(self, req_id: int) -> tuple[int, TransferStatus]:

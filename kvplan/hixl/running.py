@@ -99,7 +99,7 @@ class Running(AddressedEngine):
         )
 
     def use(self, remote_engine: str, timeout_ms: int) -> AbstractContextManager[int]:
-        """Return the block of `Connections.use`; with AutoConnect, connect first."""
+        """Return `Connections.use` of a remote engine; with AutoConnect, connect first."""
         if self.settings.auto_connect:
             self.connect(remote_engine, timeout_ms)
         return self.connections.use(remote_engine)

@@ -87,7 +87,7 @@ class PeerHandler:
                     body.claim_id, tensors, holder=link, run=endings.append
                 )
                 for end_caches in endings:
-                    # In a worker: this may wait for peers that write to the caches.
+                    # In a worker if a thread is left: this may wait for peers that write to them.
                     await self._engine.control.start_in_worker(end_caches)
                 return Released()
             case Notify():

@@ -281,7 +281,7 @@ class Transitions:
 
     def _release_resources(self, link: PeerLink, reason: str, *, orderly: bool = False) -> None:
         """Release all resources of a link; `orderly` if this side ends the link on purpose."""
-        # In a worker: this may wait for peers that write to the caches of the claims.
+        # In a worker if a thread is left: this may wait for peers that write to the caches.
         self._engine.registry.release_holder(link, run=self._engine.control.start_in_worker)
         link.forget()
         link.notifier.end(self._engine.inbox)

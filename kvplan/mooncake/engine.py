@@ -423,8 +423,12 @@ class TransferEngine:
         deadline = time.monotonic() + timeout_ms(columns[2]) / 1000
         ranges = AddressRanges(self._cluster(target_hostname), *columns, direction_of(opcode))
         task = engine.datadist.submit(ranges)
-        text = f"{opcode.name} of {len(ranges)} ranges"
-        return engine.requests.add(Request(task, ranges, target_hostname, text, deadline))
+        try:
+            text = f"{opcode.name} of {len(ranges)} ranges"
+            return engine.requests.add(Request(task, ranges, target_hostname, text, deadline))
+        except BaseException:  # an interrupt: no number names the batch
+            task.cancel()
+            raise
 
     @_returns_status()
     def get_batch_transfer_status(self, batch_ids: Sequence[int]) -> int:

@@ -84,7 +84,7 @@ class Agent:
             calls = self.getLocalMD, self.loadRemoteMD, self.invalidateRemoteMD
             try:
                 self._listener = Listener(host, config.listenPort, *calls)
-            except BaseException:  # whose frames keep this agent
+            except BaseException:  # the frames of the error keep this agent alive
                 self.close()
                 raise
 
@@ -286,7 +286,8 @@ class Agent:
             try:
                 self.engine.connections.disconnect(name, _DISCONNECT_MS)
             except REFUSALS as error:
-                LOG.info("agent %s: %s was not connected: %s", self.name, name, error)
+                LOG.info("agent %s: the link with %s was not ended: %s", self.name, name, error)
+                self.engine.connections.forget(name)
             self._remotes.pop(name, None)
         return _SUCCESS
 

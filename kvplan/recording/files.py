@@ -128,10 +128,12 @@ class RotatingFile:
     def _begin(self) -> None:
         """Rename each file to the next name, begin a file, and remove the oldest one."""
         names = self._names()
-        renamed = [pair for pair in reversed([*pairwise(names)]) if pair[0].exists()]
-        for old, new in renamed:
-            old.rename(new)
+        renamed: list[tuple[Path, Path]] = []
         try:
+            for old, new in reversed([*pairwise(names)]):
+                if old.exists():
+                    old.rename(new)
+                    renamed.append((old, new))
             self._open()
         except BaseException:
             for old, new in reversed(renamed):
@@ -145,14 +147,13 @@ class RotatingFile:
             self._fd = os.open(self.path, flags, 0o600)
         except FileExistsError:
             raise invalid(f"path={self.path}: another engine records to it") from None
-        _lock(self._fd)
-        self._nbytes = 0
-        self._has_rows = False
         try:
+            _lock(self._fd)
+            self._nbytes, self._has_rows = 0, False
             self._write(MAGIC + b"".join(framed(self._head(self._number), compress=False)))
         except BaseException:
             self.close()
-            self.path.unlink()
+            self.path.unlink(missing_ok=True)
             raise
 
 

@@ -174,6 +174,9 @@ class Asks:
         consumer = self._consumers.setdefault(cluster_id, _Consumer())
         if ask.part == 0:  # sent again after a link broke
             consumer.take_parts(ask.number)
+        elif ask.number not in consumer.parts:  # its first parts were dropped
+            self._drop_idle(cluster_id)
+            return None
         parts = consumer.parts.setdefault(ask.number, [])
         parts.append(ask.data)
         consumer.nbytes += len(ask.data) + PART_NBYTES

@@ -47,7 +47,7 @@ class Goal:
         if len(data) + PART_NBYTES * len(pieces(data)) > MAX_GOAL_NBYTES:
             raise invalid(
                 f"the list of {len(self.lease.blocks)} blocks that lack tokens has {len(data)} "
-                f"bytes, more than fit; fetch fewer, or with push=False"
+                f"bytes, above the limit of {MAX_GOAL_NBYTES}; fetch fewer, or with push=False"
             )
         return data
 

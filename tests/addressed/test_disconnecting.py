@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +11,7 @@ from kvplan.addressed.connections import Connections
 from kvplan.control.endpoint import Endpoint
 from kvplan.links import LinkState
 from kvplan.system.logs import Log
+from tests.support import forked
 from tests.support.interrupts import Interrupts
 from tests.support.refusals import refused
 
@@ -76,11 +75,18 @@ def interrupted() -> int:
     return interrupts.place
 
 
+def test_a_call_of_the_same_thread_is_not_waited_for() -> None:
+    """An exception that a handler keeps may keep the call."""
+    engine = Shared()
+    connections = connections_of(engine)
+    with connections.use(NAME):
+        connections.disconnect(NAME, 1000)
+    assert engine.is_left
+
+
 def test_a_disconnect_that_was_interrupted_can_be_repeated() -> None:
     code = "from tests.addressed.test_disconnecting import interrupted; print(interrupted())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = forked.python(code, imported=("tests.addressed.test_disconnecting",))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole
 from kvplan.engine.numa import check_node, numa_nodes, transfers_on
 from kvplan.execution import default_transfers
 from kvplan.status import LLMStatusCode
+from tests.support import forked
 from tests.support.interrupts import Interrupts
 from tests.support.refusals import refused
 
@@ -85,7 +84,6 @@ def test_copying_threads_run_on_the_processors_of_the_node() -> None:
     assert os.sched_getaffinity(0) == own
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
 def interrupted() -> int:
     """Interrupt `transfers_on` at each place: this thread still runs on all of its processors."""
     allowed = os.sched_getaffinity(0)
@@ -102,13 +100,12 @@ def interrupted() -> int:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
 def test_an_interrupted_choice_of_a_node_binds_no_thread_of_the_program() -> None:
     code = "from tests.engine.test_numa import interrupted; print(interrupted())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = forked.python(code, imported=("tests.engine.test_numa",))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 10
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
 def test_copying_threads_are_spread_over_all_nodes() -> None:
     """The third node has no processors that this process may use; the fourth has none at all."""
     first, second, *_ = sorted(os.sched_getaffinity(0))

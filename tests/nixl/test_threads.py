@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from kvplan import LLMException, LLMStatusCode
 from kvplan.nixl import _bindings as bindings
 from kvplan.nixl import nixl_agent
+from tests.support import forked
 from tests.support.interrupts import Interrupts
 
 ROOT = Path(__file__).parents[2]
@@ -161,11 +162,22 @@ def posted_and_interrupted() -> int:
 
 def test_a_post_that_was_interrupted_is_stopped_by_its_release() -> None:
     code = "from tests.nixl.test_threads import posted_and_interrupted as run; print(run())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = forked.python(code, imported=("tests.nixl.test_threads",))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20
+
+
+def test_an_agent_whose_link_cannot_be_ended_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, other = nixl_agent("here"), nixl_agent("other")
+    agent.add_remote_agent(other.get_agent_metadata())
+    agent.make_connection("other")
+    connections = agent.agent.engine.connections
+    late = LLMException("busy", status_code=LLMStatusCode.LLM_TIMEOUT)
+    monkeypatch.setattr(connections, "disconnect", Mock(side_effect=late))
+    agent.remove_remote_agent("other")
+    assert connections.linked_cluster("other") is None  # a new agent may have the name
+    for each in (agent, other):
+        each.agent.close()
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -190,7 +202,16 @@ def test_no_byte_moves_after_an_agent_is_removed_while_a_transfer_with_it_is_pos
         assert goes_on.wait(20)
         return begin(*ranges, **options)
 
+    disconnect, gone = engine.connections.disconnect, threading.Event()
+
+    def disconnected(*arguments: Any) -> None:
+        try:
+            disconnect(*arguments)
+        finally:
+            gone.set()
+
     monkeypatch.setattr(engine, "begin", held)
+    monkeypatch.setattr(engine.connections, "disconnect", disconnected)
     replacement = nixl_agent("there")
     news = replacement.get_agent_metadata()
     with ThreadPoolExecutor(2) as threads:
@@ -199,12 +220,11 @@ def test_no_byte_moves_after_an_agent_is_removed_while_a_transfer_with_it_is_pos
         removed = threads.submit(
             *((agent.add_remote_agent, news) if restarted else (agent.remove_remote_agent, "there"))
         )
-        early, _ = wait([removed], 0.1)
-        memory[:] = 7
+        assert gone.wait(20)
+        assert not removed.done(), "a post that has found the agent may still begin"
         goes_on.set()
         removed.result()
-        if not early:
-            memory[:] = 7
+        memory[:] = 7
         posted.exception()
     assert (memory == 7).all()
     for each in (agent, peer, replacement):

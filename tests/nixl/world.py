@@ -60,7 +60,7 @@ class World:
         return state
 
     def notes(self, agent: Any, count: int) -> dict[str, list[bytes]]:
-        """What has arrived once there are `count` messages, or after a second."""
+        """What has arrived once there are `count` messages, or after 5 seconds."""
         found: dict[str, list[bytes]] = {}
         deadline = time.monotonic() + 5
         while sum(map(len, found.values())) < count and time.monotonic() < deadline:

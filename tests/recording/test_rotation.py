@@ -219,6 +219,24 @@ def test_a_recording_that_cannot_begin_leaves_those_of_before_in_their_places(tm
     assert [tags(each) for each in sorted(tmp_path.iterdir())] == [["two"], ["one"]][:files]
 
 
+def test_a_file_that_cannot_be_renamed_leaves_all_in_their_places(tmp_path, monkeypatch):
+    path = tmp_path / "a.kvrec"
+    for name in ("one", "two"):
+        with recorder(path, files=2) as writer:
+            record(writer, PLAN, name)
+    rename = Path.rename
+
+    def refuse(old, new):
+        if old == path:
+            raise PermissionError("no")
+        return rename(old, new)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(PermissionError, match="no"):
+        recorder(path, files=2)
+    assert [tags(each) for each in sorted(tmp_path.iterdir())] == [["two"], ["one"]]
+
+
 def test_without_a_thread_the_files_of_before_stay_in_their_places():
     lone_user.run("""
         import tempfile

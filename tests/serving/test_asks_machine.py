@@ -113,12 +113,13 @@ class Machine:
         lost = len(pieces) > 1 and self.random.random() < 0.5
         own = name.value if isinstance(name, Handle) else b""
         transfer = name if isinstance(name, str) else ""
+        dropped = False  # with its first parts; the others still come
         for part, piece in enumerate(pieces[: len(pieces) - lost]):
             ask = Ask(number, INSTANCE, own, DIGEST, transfer, part, len(pieces), piece)
             self.asks.take(cluster_id, ask)
-            if len(pieces) > 1 and not self.model_part((cluster_id, number), ask):
-                return  # its beginning was dropped
-        if not lost:
+            if len(pieces) > 1 and not dropped:
+                dropped = not self.model_part((cluster_id, number), ask)
+        if not lost and not dropped:
             self.model_ask((cluster_id, number), name, data)
 
     def model_part(self, key: tuple[int, int], ask: Ask) -> bool:

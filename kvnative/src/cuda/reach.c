@@ -445,7 +445,7 @@ kvn_cuda_reach kvn_cuda_reach_of(kvn_cuda_ranges *ranges, uint64_t address, uint
      * first byte counts for all: asking for each byte would take too long. */
     while (nbytes > 0 && least > KVN_CUDA_UNMAPPED) {
         const kvn_cuda_range *range = look_up(ranges, address);
-        const bool is_byte = range->last - range->first == 1;
+        const bool is_byte = range->reach < KVN_CUDA_REACHED && range->last - range->first == 1;
         const uint64_t left = is_byte ? nbytes : range->last - address;
 
         if (range->reach < least)

@@ -73,7 +73,7 @@ typedef struct kvn_hccl {
     pthread_mutex_t registry; /* guards the lists below and `num_bound` of each region */
     kvn_region *regions;  /* open regions */
     struct kvn_hixl_server *servers; /* see server.h */
-    uint64_t num_servers; /* opened so far */
+    uint64_t num_servers; /* the last number; an attempt that failed has one, too */
     pthread_mutex_t words_mutex; /* taken before `registry`; guards the fields below */
     struct kvn_words_page *words; /* see words.h */
 } kvn_hccl;

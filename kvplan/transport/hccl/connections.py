@@ -161,6 +161,7 @@ class Connections:
                 f"metadata is of instance {newer.instance}; the link is to {self._peer.instance}"
             )
         self._use(generation, newer.newest)
+        self.renew_disturbed()  # the new one may bind memory that was deregistered meanwhile
 
     def abandon(self, generation: int) -> None:
         """See `Renewable`."""
@@ -262,7 +263,7 @@ class Connections:
             is_disturbed = self._current is connection and connection.communicator.disturbed
             if self.request_renewal is None or self._renews or not is_disturbed:
                 return
-            with suppress(LLMException):  # if no thread can start, the next read tries again
+            with suppress(LLMException):  # if no thread can start, the next use tries again
                 start_thread(f"kvplan-hccl-renews-{connection.generation}", self._renew_now)
                 self._renews = True
 

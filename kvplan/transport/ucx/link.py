@@ -104,8 +104,9 @@ class UcxLink(TransportLink):
         """Return the backend between this process and `ranges`; `known` has their regions."""
         if (endpoint := self._endpoint) is None:
             raise NativeError(f"the link to {self.peer} is closed")
-        keys = {region.number: region.key for metadata in known for region in metadata.regions}
-        places = {number: i for i, number in enumerate({found.region for found in ranges})}
+        named = {region.number: region.key for metadata in known for region in metadata.regions}
+        keys = [named[found.region] for found in ranges]
+        places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
         addresses, nbytes, slots, generations = columns(
             ranges, "address", "nbytes", "slot", "generation"
         )
@@ -116,8 +117,8 @@ class UcxLink(TransportLink):
             nbytes=nbytes,
             slots=slots,
             generations=generations,
-            keys=np.array([places[found.region] for found in ranges], dtype=np.uint64),
-            rkeys=[keys[number] for number in places],
+            keys=np.array([places[key] for key in keys], dtype=np.uint64),
+            rkeys=[*places],
             local="cuda" if on_device else "host",
         )
 
