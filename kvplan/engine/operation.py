@@ -106,6 +106,7 @@ class Operation:
     span: Span | None = None
     plan: Plan | None = None  # the one that is executed
     _memories: tuple[TensorMemory, TensorMemory] | None = None  # to be verified
+    has_claim = False  # True: the end tells the peer whether a key is consumed
     _claim: PeerClaim | None = None
     _recorded = False
 
@@ -160,11 +161,6 @@ class Operation:
         self._speculative = self.speculated = False
         self.retried = True
         return True
-
-    @property
-    def has_claim(self) -> bool:
-        """True if the end must tell the peer whether a key is consumed."""
-        return self._claim is not None
 
     @property
     def cluster_id(self) -> int | None:
@@ -310,13 +306,11 @@ class Operation:
 def notify_moved(
     engine: Engine, link: PeerLink, name: str, started: float, options: Mapping[str, Any]
 ) -> None:
-    """Send the notification, if any, of a transfer that has moved without an operation."""
-    if (notify := options.get("notify")) is None:
-        return
+    """Send the notification of a transfer that has moved without an operation."""
     if (left_ms := options.get("timeout_ms")) is not None:
         left_ms = max(0.0, left_ms - (perf_counter() - started) * 1000)
     try:
-        link.notify(notify, left_ms)
+        link.notify(options["notify"], left_ms)
     except LLMException as error:
         with Operation(engine, name, tag=options.get("tag", "")) as operation:
             operation.hold(link)

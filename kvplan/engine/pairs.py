@@ -379,7 +379,8 @@ def move_now(engine: Engine, request: Request, started: float, options: Mapping[
     if nbytes == 0:
         return False
     link = request.link
-    notify_moved(engine, link, rows.operation, started, options)
+    if options.get("notify") is not None:
+        notify_moved(engine, link, rows.operation, started, options)
     seconds = perf_counter() - started
     if (recorder := engine.recorder) is not None and not recorder.ended:  # before it is counted
         head = (

@@ -198,7 +198,8 @@ def move_ranges_now(
             return False
     except ValueError:  # the link is closed
         return False
-    notify_moved(engine, link, "pull_ranges", started, options)
+    if options.get("notify") is not None:
+        notify_moved(engine, link, "pull_ranges", started, options)
     engine.metrics.record("pull_ranges", _SUCCESS, nbytes, perf_counter() - started)
     link.traffic.add(1, nbytes)
     return True

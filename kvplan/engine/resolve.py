@@ -292,6 +292,7 @@ class TransferOperation(PairOperation):
         if not self.moves:
             return link.find(key)
         self._claim = claim = link.claim(key)
+        self.has_claim = True
         return claim.cache, claim.batch_index
 
     def _memory(self, found: Sequence[Found], *, writable: bool) -> TensorMemory:

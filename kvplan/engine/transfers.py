@@ -222,8 +222,13 @@ class TransferOperations(OperationRunner):
         engine, operation.plan = operation.engine, plan
         if engine.reinterpret or self._hooks or operation.verify_every:
             self._look(operation, plan, src, dst)
+        left_ms = operation.timeout_ms  # as `operation.limited`, without a Python call
+        if left_ms is None and operation.link is not None:
+            left_ms = operation.timeout_ms = engine.wait_ms
+        if left_ms is not None:
+            left_ms = max(0.0, left_ms - (perf_counter() - operation.started) * 1000)
         try:
-            engine.transfers.execute(plan, src, dst, operation.limited(), descriptors)
+            engine.transfers.execute(plan, src, dst, left_ms, descriptors)
         except LLMException as error:
             if revocation((src, dst)) or not operation.asks_again(error):
                 raise

@@ -13,6 +13,7 @@ from kvnative._backend import NativeError
 from kvnative._layered import LAYER_DONE, LAYER_FAILED, LAYER_MOVING, LAYER_WAITING
 from kvplan.execution.completion import tracker
 from kvplan.execution.compute_events import GateOf, no_accelerator
+from kvplan.execution.memory import HostMemory
 from kvplan.execution.task import TransferTask
 from kvplan.planning.contents import model_note
 from kvplan.planning.texts import span
@@ -114,7 +115,8 @@ class LayerTask(TransferTask):
                 try:
                     pieces = self._part.tensors_by_layer[index]
                     for memory, tensors in zip(memories, pieces, strict=True):
-                        memory.check(tensors)  # other memory may be mapped there now
+                        if type(memory) is not HostMemory or not memory.held:
+                            memory.check(tensors)  # other memory may be mapped there now
                 except LLMException as error:
                     error.__traceback__ = None  # its frames hold the memories
                     self._lost = error  # first: the thread that finds the end raises it

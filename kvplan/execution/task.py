@@ -29,7 +29,7 @@ from kvnative._signals import Mutex
 from kvplan.execution.awaitable import NativeTask
 from kvplan.execution.completion import completion_thread, tracker
 from kvplan.execution.compute_events import no_accelerator
-from kvplan.execution.memory import revocation
+from kvplan.execution.memory import HostMemory, revocation
 from kvplan.planning.contents import source_layers_text
 from kvplan.planning.texts import nbytes_text
 from kvplan.status import LLMException, LLMStatusCode
@@ -266,7 +266,8 @@ class TransferTask(NativeTask):
             if lost is None and report.status == KVN_OK:
                 try:
                     for memory in memories:
-                        memory.check()
+                        if type(memory) is not HostMemory or not memory.held:
+                            memory.check()
                 except LLMException as error:
                     lost = error
             if lost is not None or report.status != KVN_OK:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import permutations
 from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from kvplan import GatherError, GatherTask, LayerGatherTask, LLMException, LLMStatusCode
+from kvplan.engine.gather import GatherNotices
 from kvplan.execution.awaitable import AwaitableTask
 from kvplan.execution.task import TransferTask
 from tests.support.refusals import refused
@@ -196,3 +199,20 @@ def test_a_layer_is_ready_in_each_pair_that_has_it(local: str) -> None:
         assert made_ready[number] == [*range(start, start + len(layers))]
     with refused("LLM_PARAM_INVALID", r"layer=6 is not one of the layers \(0, 1, 2, 3, 4, 5\)"):
         task.ready(6)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_peer_that_takes_no_notice_is_an_error_if_its_bytes_would_move(is_held: bool) -> None:
+    """Its link is ending: an operation that holds the link moves, one that does not is refused."""
+    notices, link = GatherNotices(cast(Any, None), "gather_blocks", {"notify": b"done"}), object()
+    notice = SimpleNamespace(hold=Mock(side_effect=LOST))
+    notices._new = cast(Any, lambda **_: notice)
+    operation = SimpleNamespace(
+        link=link if is_held else None,
+        engine=SimpleNamespace(links=SimpleNamespace(peers={1: link})),
+        peer_key=lambda: SimpleNamespace(cluster_id=1),
+        left_ms=lambda: None,
+    )
+    with refused(LLMStatusCode.LLM_LINK_FAILED) if is_held else nullcontext():
+        notices.add([cast(Any, operation)])
+    assert notice.hold.call_args.args == (link,)

@@ -31,7 +31,6 @@ from kvplan import (
     Transfer,
     Transfers,
 )
-from kvplan.engine.gather import GatherNotices
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
 from tests.faults.gate import Gate
 from tests.faults.states import link_of, wait_for_state
@@ -448,30 +447,6 @@ def test_each_peer_is_told_of_a_gather_that_is_refused(
     assert error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
     assert [scene.notified(0), scene.notified(1)] == [[b"failed"]] * 2
     scene.assert_over()
-
-
-def test_a_gather_of_known_caches_moves_nothing_if_a_peer_cannot_be_notified(
-    make_scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another thread ends the link while the gather holds it: the link takes no notice any more."""
-    scene = make_scene()
-    scene.gather()
-    scene.arrays[0][:] = scene.arrays[1][:] = 0
-    add, ending = GatherNotices.add, list[Any]()
-
-    def add_late(notices: GatherNotices, operations: Any) -> None:
-        if not ending:
-            ending.append(threads.submit(scene.user.unlink_clusters, [PEERS[1]], LONG_MS))
-            wait_for_state(scene.user, PEERS[1], LinkState.UNLINKING)
-        add(notices, operations)
-
-    monkeypatch.setattr(GatherNotices, "add", add_late)
-    with ThreadPoolExecutor(1) as threads:
-        error = caught(lambda: scene.gather(**NOTICES))
-        ending[0].result().raise_for_status()
-    assert error.status_code is LLMStatusCode.LLM_NOT_YET_LINK
-    assert not any(array.any() for array in scene.arrays)
-    assert scene.notified(0) == [b"failed"]
 
 
 @pytest.mark.usefixtures("served_by_nobody")
