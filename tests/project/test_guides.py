@@ -80,6 +80,16 @@ def test_no_page_names_a_removed_name() -> None:
     assert found == []
 
 
+def test_no_merge_has_left_its_markers_in_a_text() -> None:
+    texts = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "tests/README.md"]
+    marked = [
+        path.name
+        for path in texts
+        if re.search(r"^(<<<<<<< |=======$|>>>>>>> )", path.read_text(), re.MULTILINE)
+    ]
+    assert marked == []
+
+
 def test_every_file_that_the_architecture_names_exists() -> None:
     page = (DOCS / "internals/architecture.md").read_text()
     named = set(re.findall(r"`((?:kvplan|kvnative|include|tests|tools|benchmarks)/[\w./]+)`", page))
