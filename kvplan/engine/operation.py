@@ -106,8 +106,7 @@ class Operation:
     span: Span | None = None
     plan: Plan | None = None  # the one that is executed
     _memories: tuple[TensorMemory, TensorMemory] | None = None  # to be verified
-    has_claim = False  # True: the end tells the peer whether a key is consumed
-    _claim: PeerClaim | None = None
+    claim: PeerClaim | None = None  # the end tells the peer whether the key is consumed
     _recorded = False
 
     def __init__(
@@ -249,8 +248,8 @@ class Operation:
         failure = error
         try:
             # Before the link is released: its peer must learn whether the key is consumed.
-            if self._claim is not None:
-                self._claim.release(
+            if self.claim is not None:
+                self.claim.release(
                     None if moved is None or len(moved.parts) > 1 else moved.part.src_tensors
                 )
             if moved is not None:

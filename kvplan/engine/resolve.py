@@ -291,8 +291,7 @@ class TransferOperation(PairOperation):
             raise invalid(f"{argument}={key} must name either a request (req_id) or a prefix")
         if not self.moves:
             return link.find(key)
-        self._claim = claim = link.claim(key)
-        self.has_claim = True
+        self.claim = claim = link.claim(key)
         return claim.cache, claim.batch_index
 
     def _memory(self, found: Sequence[Found], *, writable: bool) -> TensorMemory:

@@ -248,7 +248,7 @@ class TransferOperations(OperationRunner):
         report = engine.completion.completions if operation.is_reported else None
         if report is not None:
             report.check_room()
-        aside = operation.follows_up or operation.has_claim  # the peer must answer
+        aside = operation.follows_up or operation.claim is not None  # the peer must answer
         track = partial(engine.completion.track, report=report, aside=aside)
         on_outcome = operation.finish if operation.follows_up else operation.end
         transfers, device = engine.transfers, engine.device
