@@ -15,6 +15,8 @@ void kvn_copy_plain(void *dst, const void *src, size_t nbytes) { memcpy(dst, src
 
 #define LINE 64 /* of a cache */
 
+#define SHORT 1024 /* bytes that memcpy copies faster */
+
 /* Non-temporal stores must be aligned. */
 __attribute__((target("avx2"))) static void copy_past_caches(void *dst, const void *src, size_t nbytes)
 {
@@ -23,7 +25,7 @@ __attribute__((target("avx2"))) static void copy_past_caches(void *dst, const vo
     char *to = dst;
     const char *from = src;
 
-    if (nbytes < head + STEP) {
+    if (nbytes < SHORT) {
         memcpy(dst, src, nbytes);
         return;
     }

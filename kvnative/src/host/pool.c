@@ -238,8 +238,8 @@ void kvn_pool_tune(kvn_pool *pool, const kvn_tuning *tuning)
     atomic_store_explicit(&pool->piece_nbytes, tuning->piece_nbytes, memory_order_relaxed);
 }
 
-/* A batch that is larger than the caches is written past them; a smaller one is probably in them, and will be read from
- * them next. */
+/* Blocks of a cache are mostly in no cache of the processor. A large batch is written past them, so that no destination
+ * is read first; a small one stays in them for its reader. */
 kvn_copy kvn_pool_copy(const kvn_pool *pool, uint64_t batch_nbytes)
 {
     return batch_nbytes < atomic_load_explicit(&pool->bypass_nbytes, memory_order_relaxed)

@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 /* Built in, measured on other machines: docs/internals/adr/0002-copy-strategies.md. */
-#define KVN_BYPASS_NBYTES (UINT64_C(16) << 20)
+#define KVN_BYPASS_NBYTES (UINT64_C(1) << 20)
 #define KVN_PIECE_NBYTES (UINT64_C(512) << 10)
 
 typedef struct kvn_tuning {
