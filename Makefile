@@ -138,7 +138,7 @@ build/arm64/ready: .venv/ready tools/arm64_setup tools/arm64_shim.c pyproject.to
 	tools/arm64_setup $(BIN)/python
 
 PAGE ?=
-bench: .venv/dev ## measure every row beside its limit, 15 minutes; also build/bench.jsonl; PAGE=1: and write docs/internals/performance.md
+bench: .venv/dev ## measure every row beside its limit, up to an hour; also build/bench.jsonl; PAGE=1: and write docs/internals/performance.md
 	$(BIN)/python -m benchmarks $(if $(PAGE),--page)
 
 bench-peers: build/peers/ready ## install NIXL and Mooncake, 500 MB, in build/peers: `make bench` then measures them too

@@ -75,7 +75,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a quarter of the rounds")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     parser.add_argument(
-        "--page", action="store_true", help="replace the table of docs/internals/performance.md"
+        "--page",
+        action="store_true",
+        help="replace the table of docs/internals/performance.md; with --only, these rows of it",
     )
     parser.add_argument(
         "--from", dest="kept", metavar="FILE", type=Path, help="with --page: use this run"
@@ -119,7 +121,7 @@ def main() -> int:
     if asked.kept:
         page.write(asked.kept, ROWS)
         return 0
-    machine = json.dumps(page.machine(asked.quick))
+    machine = json.dumps(page.machine(asked.quick, some=bool(asked.only)))
     JSON_LINES.parent.mkdir(exist_ok=True)
     with JSON_LINES.open("w", buffering=1) as kept:
         print(machine, file=kept)

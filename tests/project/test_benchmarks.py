@@ -99,6 +99,43 @@ def test_a_run_replaces_the_table_of_the_page_and_nothing_else(tmp_path: Path) -
     assert shown.read_text() == text
 
 
+def test_a_run_of_some_rows_replaces_these_and_names_its_machine(tmp_path: Path) -> None:
+    def measured() -> None:
+        """A time."""
+
+    def replace(some: bool, *rows: Row | Blank) -> list[str]:
+        lines = [json.dumps(page.machine(quick=False, some=some)), *(row.to_json() for row in rows)]
+        run.write_text("\n".join(lines))
+        page.write(run, measures, shown)
+        return [line for line in shown.read_text().splitlines() if "`" in line]
+
+    measures = dict.fromkeys(["first", "second", "third", "fourth"], measured)
+    run, shown = tmp_path / "bench.jsonl", tmp_path / "performance.md"
+    shown.write_text(f"{page.BEGIN}\n{page.END}\n")
+    replace(
+        False,
+        Row("first", 1, "us", 1),
+        Blank("second", "no peer"),
+        Row("third", 3, "us", 1),
+        Blank("fourth", "no peer"),
+    )
+    lines = replace(
+        True, Blank("first", "no peer"), Row("second", 2, "us", 1), Row("third", 4, "us", 1)
+    )
+    assert [line.split(" |")[:3] for line in lines[1:4]] == [
+        ["| `first`", " A time.", " 1 us"],
+        ["| `second`", " A time.", " 2 us"],
+        ["| `third`", " A time.", " 4 us"],
+    ]
+    assert lines[4] == "Not measured (no peer): `fourth`."
+    assert re.fullmatch(r"Measured later \(.+ cores, .+\): `second`, `third`\.", lines[5])
+    again = replace(True, Row("third", 5, "us", 1))
+    assert [line.split(" |")[2] for line in again[1:4]] == [" 1 us", " 2 us", " 5 us"]
+    assert again[5] == lines[5].replace(", `third`", "")
+    assert again[6].endswith(": `third`.")
+    assert len(again) == 7
+
+
 def test_the_page_has_a_table_of_rows_that_exist() -> None:
     text = page.PAGE.read_text()
     assert text.index(page.BEGIN) < text.index(page.END)
