@@ -31,8 +31,8 @@ demo: .venv/demo .venv/weights ## a real model prefills in one process and gener
 # others.
 CHECKS := unit lint types sanitize-addresses sanitize-threads
 test: export KVPLAN_WERROR := 1
-test: .venv/dev .venv/browser .venv/weights ## every check, as CI runs them; 12 minutes on two cores; installs 700 MB in .venv, and Chromium as root
-	@echo 'running $(CHECKS) in parallel, about 12 minutes on two cores; each prints its output when it ends'
+test: .venv/dev .venv/browser .venv/weights ## every check, as CI runs them; 15 to 30 minutes on two cores; installs 700 MB in .venv, and Chromium as root
+	@echo 'running $(CHECKS) in parallel, 15 to 30 minutes on two cores; each prints its output when it ends'
 	@$(MAKE) --no-print-directory --keep-going --jobs 3 --output-sync=target $(CHECKS) || \
 	  { echo 'make test has failed: lines with *** above say where' >&2; exit 1; }
 
@@ -54,7 +54,7 @@ unit sanitize-addresses sanitize-threads: export OPENBLAS_NUM_THREADS := 1
 
 # Each process collects all tests. The first time takes four times as long, because pytest rewrites
 # asserts: one process does that for all.
-unit: .venv/dev .venv/browser ## all tests, 12 minutes; TESTS=tests/planning: those of a folder; QUICK=1: without the slow ones
+unit: .venv/dev .venv/browser ## all tests, 10 to 20 minutes; TESTS=tests/planning: those of a folder; QUICK=1: without the slow ones
 	$(if $(TESTS),,$(BIN)/pytest --collect-only -qq >/dev/null || :)
 	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300 --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(QUICK),-m 'not slow') $(TESTS)
 
