@@ -1,4 +1,4 @@
-"""Values that describe caches and transfers: frozen, typed, without behaviour.
+"""Frozen values that describe caches and transfers.
 
 Names and fields are those of the C++ and Python interface of LLM-DataDist; kvplan adds some fields.
 """
@@ -33,7 +33,7 @@ NO_ID = UINT64_MAX
 
 MAX_DIMS = 32
 MAX_FORMAT = 256
-"""Maximum characters of a kv_tensor_format; peers accept no more."""
+"""Maximum characters of a kv_tensor_format."""
 
 DEFAULT_TENSORS_PER_LAYER = 2
 
