@@ -91,8 +91,7 @@ class TransferEngine:
     """An engine. Failed calls return -1 unless stated otherwise, and log why (`kvplan.mooncake`).
 
     Once a call has returned -1, no byte of its transfer moves. Any thread may call the methods.
-
-    Every method raises TypeError for an argument of the wrong type.
+    Arguments of the wrong type raise TypeError.
     """
 
     TransferOpcode: ClassVar[type[IntEnum]] = TransferOpcode
