@@ -120,8 +120,8 @@ class Hixl:
     `kvplan.hixl`). Before `initialize` and after `finalize` the number is FAILED. Any thread may
     call the methods.
 
-    Every method raises TypeError for an argument of the wrong type. Methods of the original raise
-    nothing else.
+    Every method raises TypeError for an argument of the wrong type. Methods that the original has
+    raise nothing else.
 
     Args:
         transfers: executes the copies; None: the transfers of this process. Not in hixl.
@@ -259,7 +259,7 @@ class Hixl:
 
     @_returns_status(AsyncConnectStatus.NOT_CONNECT)
     def get_async_connect_status(self, remote_engine: str) -> tuple[int, AsyncConnectStatus]:
-        """Return the state of the last background task with an engine, or of the link after it."""
+        """Return the state of a background task that waits, runs or failed, else of the link."""
         running = self._initialized()
         peer_endpoint(remote_engine)
         return SUCCESS, running.async_status(remote_engine, running.connector.states())
