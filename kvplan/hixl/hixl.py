@@ -220,7 +220,7 @@ class Hixl:
 
         Returns:
             SUCCESS; PARAM_INVALID: a malformed name, the name of this engine, or a timeout below 1;
-            ALREADY_CONNECTED; TIMEOUT; FAILED: for example, no engine listens there.
+            ALREADY_CONNECTED; TIMEOUT; RESOURCE_EXHAUSTED; FAILED: such as no engine there.
         """
         running = self._initialized(timeout_in_millis)
         running.connections.connect(remote_engine, timeout_in_millis)
