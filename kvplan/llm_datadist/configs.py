@@ -221,9 +221,8 @@ def _checked_timeout(name: str, timeout: int | str) -> int | str:
 class LlmConfig:
     """The options of an engine, each with its checks.
 
-    Setting an option raises TypeError for another type, ValueError for an integer outside its
-    width, RuntimeError for an invalid address in `cluster_info`, and LLMException
-    (LLM_PARAM_INVALID) for other invalid values.
+    Setting an option raises TypeError for another type, RuntimeError for an invalid address in
+    `cluster_info`, and ValueError or LLMException (LLM_PARAM_INVALID) for other invalid values.
     """
 
     ge_options = _Setting[dict[str, str]](

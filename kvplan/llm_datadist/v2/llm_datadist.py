@@ -104,8 +104,8 @@ class LLMDataDist:
     A process may have one initialized engine (`kvplan.llm_datadist.permit_several_engines` permits
     more). Engines that are still initialized when the process ends are finalized then.
 
-    Every method raises TypeError for an argument of the wrong type, and ValueError for an integer
-    outside its width. Methods that need the engine raise RuntimeError if it is not initialized.
+    Methods raise TypeError for arguments of the wrong type, and ValueError for integers outside
+    their width. Methods that need the engine raise RuntimeError if it is not initialized.
 
     Args:
         role: PROMPT, DECODER or MIX.
@@ -161,6 +161,7 @@ class LLMDataDist:
         Raises:
             ModuleNotFoundError: llm.EnableCacheManager is not "1", which means version 1.
             TypeError: options of the wrong type, or a value that is not a str.
+            AttributeError: options is None.
             LLMException: LLM_FAILED: another engine is initialized, or the port is in use;
                 LLM_PARAM_INVALID: an invalid option; LLM_OUT_OF_MEMORY: no memory for a pool.
         """
