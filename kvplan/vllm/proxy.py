@@ -6,7 +6,7 @@ reference to the KV cache of the prompt, and forwards the answer as it arrives. 
 servers of mode "push", both servers get the request at the same time. The proxy then generates the
 name by which they find each other's request.
 
-The program needs aiohttp, which vLLM installs, and no other module of kvplan.
+The program needs aiohttp, which vLLM installs.
 """
 
 from __future__ import annotations

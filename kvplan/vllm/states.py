@@ -1,8 +1,8 @@
 """States of Mamba and linear attention in vLLM's pages, as caches with heads.
 
-A page of a layer holds its states one after another: the convolution state, if the layer has one,
-and the recurrent state. vLLM's `MambaSpec` has the shapes and the kind of a rank's states. The kind
-determines which columns belong to which heads of the model.
+A page of a layer holds its convolution state, its recurrent state, or first one and then the other.
+vLLM's `MambaSpec` has the shapes and the kind of a rank's states. The kind determines which columns
+belong to which heads of the model.
 """
 
 from __future__ import annotations
