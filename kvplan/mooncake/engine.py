@@ -91,7 +91,8 @@ class TransferEngine:
     """An engine. Failed calls return -1 unless stated otherwise, and log why (`kvplan.mooncake`).
 
     Once a call has returned -1, no byte of its transfer moves. Any thread may call the methods.
-    Arguments of the wrong type raise TypeError.
+
+    Every method raises TypeError for an argument of the wrong type.
     """
 
     TransferOpcode: ClassVar[type[IntEnum]] = TransferOpcode

@@ -45,8 +45,8 @@ class CacheManager(CacheTransfers):
     In *request mode* peers pull by CacheKey; the pull of the last tensor consumes a request's key.
     In *remote mode* (llm.EnableRemoteCacheAccessible) peers pull by id, and push.
 
-    Every method except `remap_registered_memory` raises TypeError for an argument of the wrong
-    type, and TypeError or ValueError for an integer outside its width.
+    Every method raises TypeError for an argument of the wrong type, except for `mem_infos`, and
+    TypeError or ValueError for an integer outside its width.
 
     Args:
         llm_datadist: the engine.

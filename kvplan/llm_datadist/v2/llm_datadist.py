@@ -104,8 +104,8 @@ class LLMDataDist:
     A process may have one initialized engine (`kvplan.llm_datadist.permit_several_engines` permits
     more). Engines that are still initialized when the process ends are finalized then.
 
-    Methods raise TypeError for arguments of the wrong type, and ValueError for integers outside
-    their width. Methods that need the engine raise RuntimeError if it is not initialized.
+    Every method raises TypeError for an argument of the wrong type, and ValueError for an integer
+    outside its width. Methods that need the engine raise RuntimeError if it is not initialized.
 
     Args:
         role: PROMPT, DECODER or MIX.
