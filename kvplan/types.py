@@ -260,8 +260,8 @@ class CacheDesc:
         Raises:
             TypeError: an argument of the wrong type, or an element that is not a tensor.
             LLMException: LLM_PARAM_INVALID: no tensors, other dimensions than the layout has,
-                tensors that are not alike, with a gap or an overlap, or of a type that is not a
-                DataType; see also the constructor.
+                tensors that are not alike or not of a DataType, a row with a gap, an overlap; see
+                also the constructor.
         """
         # Loaded here, because planning does not need it.
         module = import_module("kvplan.tensors.description")
