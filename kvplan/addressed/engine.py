@@ -23,8 +23,7 @@ from kvplan.validation import UINT64_MAX
 REFUSALS: Final = (LLMException, ValueError, OverflowError, NativeError, OSError, MemoryError)
 """Exceptions of the engine, which an interface reports as statuses and logs."""
 
-MAX_REQUESTS: Final = 1 << 16
-"""Maximum number of open requests."""
+MAX_REQUESTS: Final = 1 << 16  # open ones
 MAX_REGION_NAME: Final = 64  # characters that are kept
 _SPIN_S: Final = 20e-6  # a caller that asks again sooner is spinning
 _PAUSE_MS: Final = 0.1
