@@ -315,4 +315,3 @@ class LlmConfig:
 
 
 LLMConfig = LlmConfig
-"""Another name of `LlmConfig`."""

@@ -36,7 +36,6 @@ _checked = checked(
         "cache_id": check_int64,
     }
 )
-"""Decorator that checks the arguments of a method by their names."""
 
 
 class CacheManager(CacheTransfers):
