@@ -66,7 +66,7 @@ __all__ = [  # noqa: RUF022 the order of the official package
 ]
 
 v2_list = __all__
-"""Another name of `__all__`, as in the official package."""
+"""The names of version 2, as in the official package."""
 
 # Importing the official package sets this variable, and programs may read it.
 os.environ.setdefault("AUTO_USE_UC_MEMORY", "0")
