@@ -66,10 +66,7 @@ _INTEGERS: Final = frozenset({"mem_handle", "timeout_in_millis", "req_id"})
 
 
 def _returns_status(*rest: object) -> Callable[[_F], _F]:
-    """Check the types of arguments by name; log an exception, and return its status number.
-
-    If `rest` is not empty, a failed call returns the number followed by copies of `rest`.
-    """
+    """Check the types of arguments by name; log an exception, and return its number and `rest`."""
 
     def decorate(method: _F) -> _F:
         names = tuple(signature(method).parameters)[1:]
