@@ -196,12 +196,8 @@ class Proxy:
         return await self._decoded(call, params, "no prefill server has computed it")
 
     async def _both(self, call: Call, urls: Sequence[str]) -> web.StreamResponse:
-        """Ask both servers at once; the prefill server sends each computed layer.
-
-        Until a prefill server has answered once, its identity is unknown. So its first request is
-        prefilled before it is decoded, and so is each request whose first server fails.
-        """
-        if (producer := self._producers.get(urls[0])) is None:
+        """Ask both servers at once; the prefill server sends each computed layer."""
+        if (producer := self._producers.get(urls[0])) is None:  # it has not answered yet
             return await self._in_turn(call, urls)
         transfer = f"{call.name}-{uuid.uuid4().hex}"[-128:]
         for_prefill = {"do_remote_decode": True, "kvplan": {"transfer": transfer}}
@@ -254,10 +250,7 @@ class Proxy:
     async def _decoded(
         self, call: Call, params: dict[str, Any] | None, reason: str
     ) -> web.StreamResponse:
-        """Let a decode server generate, and forward its answer.
-
-        Without `params` it computes the prompt too, and the log gives the reason.
-        """
+        """Let a decode server generate, without `params` also prefill, and forward its answer."""
         if params is None:
             logger.warning("%s: the decode server computes the prompt: %s", call.name, reason)
         url, response = await self._opened(call, params)
