@@ -58,13 +58,7 @@ class _Connection(NamedTuple):
 
 
 class Connections:
-    """The remote engines that one engine is connected with.
-
-    Args:
-        datadist: the engine.
-        where: finds remote engines by their names.
-        log: the logger of the interface.
-    """
+    """The remote engines that one engine is connected with."""
 
     def __init__(self, datadist: LlmDataDist, where: Where, log: Log) -> None:
         self._datadist = datadist

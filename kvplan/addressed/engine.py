@@ -116,15 +116,7 @@ class Requests:
 
 
 class AddressedEngine:
-    """An engine with memory by addresses and peers by names.
-
-    Args:
-        cluster_id: cluster id of the engine.
-        options: options of the engine.
-        where: finds remote engines by their names.
-        log: the logger of the interface.
-        transfers: executes the copies; None: the transfers of this process.
-    """
+    """An engine with memory by addresses and peers by names."""
 
     def __init__(
         self,
@@ -132,7 +124,7 @@ class AddressedEngine:
         options: Options,
         where: Where,
         log: Log,
-        transfers: Transfers | None = None,
+        transfers: Transfers | None = None,  # None: those of this process
     ) -> None:
         self.datadist = LlmDataDist(cluster_id, LlmRole.MIX, transfers=transfers)
         self.datadist.initialize(options)
