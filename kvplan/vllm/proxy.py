@@ -68,18 +68,11 @@ class Servers:
 
 @dataclass(frozen=True)
 class Call:
-    """A client's request.
-
-    Attributes:
-        request: aiohttp's request.
-        body: its JSON object.
-        name: the X-Request-Id in all logs, including those of the servers; a new one if the client
-            sent none.
-    """
+    """A client's request."""
 
     request: web.Request
     body: dict[str, Any]
-    name: str
+    name: str  # X-Request-Id, also in the logs of the servers; a new one if the client sent none
 
     @classmethod
     async def read(cls, request: web.Request) -> Call:
@@ -144,7 +137,6 @@ class Proxy:
     handler then closes the connection to the server, and vLLM aborts the request.
 
     Args:
-        prefill, decode: URLs of the servers.
         prefill_timeout_s: seconds that a prefill server may take for a prompt, including its queue.
         push: True to ask both servers at the same time.
     """

@@ -120,21 +120,14 @@ class _Computed:
 
 
 class ConnectorScheduler:
-    """The connector in the process of vLLM's scheduler. It makes the steps of the workers.
-
-    Args:
-        engine_id: id of the engine.
-        windowed: True if layers have a sliding window.
-        states: for each group of layers, the tokens of a block of states; 0 without states.
-        count_keys: counts the keys of vLLM's prefix cache.
-    """
+    """The connector in the process of vLLM's scheduler, which makes the steps of the workers."""
 
     def __init__(
         self,
         engine_id: str,
         *,
-        windowed: bool = False,
-        states: Sequence[int] = (),
+        windowed: bool = False,  # True if layers have a sliding window
+        states: Sequence[int] = (),  # tokens of a block of states, by group; 0: no states
         count_keys: CountKeys | None = None,
     ) -> None:
         self._states = states if any(states) else ()
@@ -295,7 +288,7 @@ class ConnectorScheduler:
         return num_tokens - 1 if last else num_tokens
 
     def _held(self, blocks: Sequence[Sequence[int]], num_tokens: int) -> Blocks:
-        """Return the blocks of a request in each group, without null blocks; of states, the last."""
+        """Return the blocks of a request by group, without null blocks; of states, the last."""
         if len(blocks) == 1 and not self._leaves_last:
             return tuple(blocks[0])
         tables = []
