@@ -276,7 +276,7 @@ class Reference:
 
     Attributes:
         instance: the producer's process; it differs after a restart.
-        handle: handle of the request at the producer; None with a transfer.
+        handle: handle of the request at the producer; None if only its transfer is known.
         digest: digest of the tokens (`token_digest`); the producer refuses another one.
         num_tokens: number of computed tokens, from the first on.
         sources: the producer's workers, by stage, then by rank. Within a stage, workers with the
