@@ -42,7 +42,7 @@ _KINDS: Final[tuple[type[object], ...]] = bytes, str, tuple, bool, tuple
 
 
 def tag_of(name: str) -> str:
-    """Return a tag for any name: its beginning, with "?" for unprintable characters."""
+    """Return the beginning of a name as one printable line."""
     return printable(name[:MAX_TAG])
 
 
@@ -105,7 +105,7 @@ class _Packed:
 
     @property
     def nbytes(self) -> int:
-        """The size of blocks and words in memory."""
+        """Bytes of the packed blocks and words."""
         return len(self._packed)
 
     def packed_word(self, transport: str) -> bytes | None:
@@ -131,8 +131,7 @@ class BlockLease(_Packed):
         tag: the owner's name for the lease, such as the id of the request.
         words: the words by which the transports of the owner check the lease.
         tokens: tokens of the request, from the first of its blocks on; None: unknown.
-        moves: number of times that the owner has moved blocks of the lease. Each time the words
-            change too; peers replace an earlier value of the lease by the latest.
+        moves: number of times that the owner has moved blocks of the lease; see `replaces`.
     """
 
     __slots__ = (

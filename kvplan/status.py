@@ -62,8 +62,7 @@ class LLMException(RuntimeError):
         *args: the message.
         status_code: the reason as a code. The default of LLM-DataDist is LLM_SUCCESS; here it is
             LLM_FAILED, because an exception is never a success.
-        origin: see below.
-        unconfirmed: see below.
+        origin, unconfirmed: see below.
 
     Attributes:
         origin: the `Plan.origin` of the first descriptor known to have failed; None: unknown.

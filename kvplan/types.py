@@ -1,4 +1,4 @@
-"""Values that describe caches and transfers: frozen, typed, without behaviour.
+"""Frozen values that describe caches and transfers.
 
 Names and fields are those of the C++ and Python interface of LLM-DataDist; kvplan adds some fields.
 """
@@ -33,7 +33,7 @@ NO_ID = UINT64_MAX
 
 MAX_DIMS = 32
 MAX_FORMAT = 256
-"""Maximum characters of a kv_tensor_format; peers accept no more."""
+"""Maximum characters of a kv_tensor_format."""
 
 DEFAULT_TENSORS_PER_LAYER = 2
 
@@ -260,8 +260,8 @@ class CacheDesc:
         Raises:
             TypeError: an argument of the wrong type, or an element that is not a tensor.
             LLMException: LLM_PARAM_INVALID: no tensors, other dimensions than the layout has,
-                tensors that are not alike, with a gap or an overlap, or of a type that is not a
-                DataType; see also the constructor.
+                tensors that are not alike or not of a DataType, a row with a gap, an overlap; see
+                also the constructor.
         """
         # Loaded here, because planning does not need it.
         module = import_module("kvplan.tensors.description")

@@ -38,7 +38,7 @@ Where = Callable[[str], tuple[Endpoint, int]]
 
 
 class Message(NamedTuple):
-    """A message of a peer: two texts, whose meaning the interface defines."""
+    """A message of a peer: a name and a body, whose meaning the interface defines."""
 
     cluster_id: int
     name: bytes
@@ -58,13 +58,7 @@ class _Connection(NamedTuple):
 
 
 class Connections:
-    """The remote engines that one engine is connected with.
-
-    Args:
-        datadist: the engine.
-        where: finds remote engines by their names.
-        log: the logger of the interface.
-    """
+    """The remote engines that one engine is connected with."""
 
     def __init__(self, datadist: LlmDataDist, where: Where, log: Log) -> None:
         self._datadist = datadist
@@ -75,7 +69,7 @@ class Connections:
         self._calls: dict[object, tuple[int, int]] = {}  # cluster id and thread of each `use`
         self._leaving: list[int] = []  # cluster id of each `disconnect` that waits for calls
         self._call_ended = Condition()  # notified for clusters in `_leaving`
-        # By address, while a call has it: one call at a time for each engine.
+        # By address of the engine that a call connects or disconnects.
         self._busy: WeakValueDictionary[str, Mutex] = WeakValueDictionary()
         self._connected: dict[str, _Connection] = {}  # by each name in use
         self._peer_uses: WeakKeyDictionary[PeerLink, bool] = WeakKeyDictionary()
@@ -173,7 +167,7 @@ class Connections:
     ) -> None:
         """End a connection. The link stays if the peer still uses it.
 
-        `stop` is called once no other thread has begun a call with the engine, and none can begin.
+        `stop` is called once calls of other threads with the engine have ended, and none can begin.
         """
         deadline = time.monotonic() + timeout_ms / 1000
         with self._one_call(remote_engine, str(self._where(remote_engine)[0]), timeout_ms):

@@ -14,7 +14,7 @@ from kvplan.system.logs import Log
 
 
 class _Task(NamedTuple):
-    states: Sequence[Any]
+    states: Sequence[Any]  # of the engine: task waiting, running, after success, after failure
     run: Callable[[], bool]  # returns True on success
 
 
@@ -37,13 +37,7 @@ class Connector:
         self._states: dict[str, Any] = {}
 
     def submit(self, remote_engine: str, states: Sequence[Any], run: Callable[[], bool]) -> None:
-        """Queue a task behind those of the same remote engine.
-
-        Args:
-            remote_engine: its name.
-            states: states of the engine: task waiting, task running, after success, after failure.
-            run: the task; returns True on success.
-        """
+        """Queue a task behind those of the same remote engine; see `_Task`."""
         with self._mutex:
             if self._closed:
                 raise finalized()

@@ -23,8 +23,7 @@ from kvplan.validation import UINT64_MAX
 REFUSALS: Final = (LLMException, ValueError, OverflowError, NativeError, OSError, MemoryError)
 """Exceptions of the engine, which an interface reports as statuses and logs."""
 
-MAX_REQUESTS: Final = 1 << 16
-"""Maximum number of open requests."""
+MAX_REQUESTS: Final = 1 << 16  # open ones
 MAX_REGION_NAME: Final = 64  # characters that are kept
 _SPIN_S: Final = 20e-6  # a caller that asks again sooner is spinning
 _PAUSE_MS: Final = 0.1
@@ -117,15 +116,7 @@ class Requests:
 
 
 class AddressedEngine:
-    """An engine with memory by addresses and peers by names.
-
-    Args:
-        cluster_id: cluster id of the engine.
-        options: options of the engine.
-        where: finds remote engines by their names.
-        log: the logger of the interface.
-        transfers: executes the copies; None: the transfers of this process.
-    """
+    """An engine with memory by addresses and peers by names."""
 
     def __init__(
         self,
@@ -133,7 +124,7 @@ class AddressedEngine:
         options: Options,
         where: Where,
         log: Log,
-        transfers: Transfers | None = None,
+        transfers: Transfers | None = None,  # None: those of this process
     ) -> None:
         self.datadist = LlmDataDist(cluster_id, LlmRole.MIX, transfers=transfers)
         self.datadist.initialize(options)

@@ -1,7 +1,4 @@
-"""The `kvplan` command; each subcommand is a row of COMMANDS.
-
-Commands have no logic of the library: they read arguments, call the library and print.
-"""
+"""The `kvplan` command; each subcommand is a row of COMMANDS."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class _Document(TypedDict):
 class Rates:
     """Rates per second, and durations, between two readings of the engine's status."""
 
-    operations: float = 0.0  # calls of all kinds: ended ones, over a link begun ones
+    operations: float = 0.0  # calls of all kinds: that ended, or over a link that began
     pulled: float = 0.0  # bytes
     pushed: float = 0.0  # bytes
     copied: float = 0.0  # bytes

@@ -1,4 +1,4 @@
-"""`kvplan trace --compare`: the differences between transfers of two requests, or of two ranks."""
+"""`kvplan trace --compare`: the differences between transfers of requests, rows or FILEs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The Python interface of HIXL over kvplan's engine: memory by addresses, engines by names.
 
-This package has only names, checks and conversions; `LlmDataDist` moves the bytes. Programs
-import it as `hixl` under `python -m kvplan.run` if no other hixl is installed.
+Programs import this package as `hixl` under `python -m kvplan.run` if no other hixl is installed.
 """
 
 from kvnative._ranges import TransferOpDesc

@@ -66,10 +66,7 @@ _INTEGERS: Final = frozenset({"mem_handle", "timeout_in_millis", "req_id"})
 
 
 def _returns_status(*rest: object) -> Callable[[_F], _F]:
-    """Check the types of arguments by name; log an exception, and return its status number.
-
-    If `rest` is not empty, a failed call returns the number followed by copies of `rest`.
-    """
+    """Check the types of arguments by name; log an exception, and return its number and `rest`."""
 
     def decorate(method: _F) -> _F:
         names = tuple(signature(method).parameters)[1:]
@@ -120,8 +117,8 @@ class Hixl:
     `kvplan.hixl`). Before `initialize` and after `finalize` the number is FAILED. Any thread may
     call the methods.
 
-    Every method raises TypeError for an argument of the wrong type. Methods of the original raise
-    nothing else.
+    Every method raises TypeError for an argument of the wrong type. Methods that the original has
+    raise nothing else.
 
     Args:
         transfers: executes the copies; None: the transfers of this process. Not in hixl.
@@ -220,7 +217,7 @@ class Hixl:
 
         Returns:
             SUCCESS; PARAM_INVALID: a malformed name, the name of this engine, or a timeout below 1;
-            ALREADY_CONNECTED; TIMEOUT; FAILED: for example, no engine listens there.
+            ALREADY_CONNECTED; TIMEOUT; RESOURCE_EXHAUSTED; FAILED: such as no engine there.
         """
         running = self._initialized(timeout_in_millis)
         running.connections.connect(remote_engine, timeout_in_millis)
@@ -259,7 +256,7 @@ class Hixl:
 
     @_returns_status(AsyncConnectStatus.NOT_CONNECT)
     def get_async_connect_status(self, remote_engine: str) -> tuple[int, AsyncConnectStatus]:
-        """Return the state of the last background task with an engine, or of the link after it."""
+        """Return the state of a background task that waits, runs or failed, else of the link."""
         running = self._initialized()
         peer_endpoint(remote_engine)
         return SUCCESS, running.async_status(remote_engine, running.connector.states())

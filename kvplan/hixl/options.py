@@ -32,7 +32,6 @@ from kvplan.validation import shown
 _log = Log("kvplan.hixl")
 
 OPTION_MEM_DEVICE: Final = "kvplan.mem_device"
-"""Option for an engine without a device: "refuse" MEM_DEVICE (default), or use "host" memory."""
 
 _THREADS: Final = 2
 _CAPACITY: Final = 128

@@ -1,9 +1,8 @@
 """The Python interface of LLM-DataDist, over kvplan's engine.
 
 This package has the names, arguments, outcomes and module paths of the official `llm_datadist`
-(docs/reference/llm_datadist-differences.md lists the differences). It only checks and converts;
-`LlmDataDist` moves the bytes. Programs import this package, call `install()`, or run unchanged
-under `python -m kvplan.run`.
+(docs/reference/llm_datadist-differences.md lists the differences). Programs import this package,
+call `install()`, or run unchanged under `python -m kvplan.run`.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ __all__ = [  # noqa: RUF022 the order of the official package
 ]
 
 v2_list = __all__
-"""Another name of `__all__`, as in the official package."""
+"""The names of version 2, as in the official package."""
 
 # Importing the official package sets this variable, and programs may read it.
 os.environ.setdefault("AUTO_USE_UC_MEMORY", "0")

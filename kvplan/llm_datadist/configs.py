@@ -115,15 +115,7 @@ def _address(ip: str | int, port: int) -> tuple[int, int]:
 
 
 class _Setting(Checked[_T]):
-    """A property that becomes an option.
-
-    Args:
-        keys: keys of the option; the first key gets all values, the others only the first value.
-        check: as for `Checked`.
-        doc: its docstring.
-        initial: the value of an unset property; the option is omitted if this value is falsy.
-        none: the value that a getter returns for None.
-    """
+    """A property that becomes an option: the first key gets all values, the others only one."""
 
     def __init__(
         self,
@@ -135,8 +127,8 @@ class _Setting(Checked[_T]):
     ) -> None:
         super().__init__(check, doc)
         self._keys = (keys,) if isinstance(keys, str) else keys
-        self._initial = initial
-        self._none = none
+        self._initial = initial  # of an unset property; if falsy, the option is omitted
+        self._none = none  # returned for None
 
     def _held(self, config: Any) -> Any:
         return vars(config).get(self._attribute, self._initial)
@@ -221,9 +213,8 @@ def _checked_timeout(name: str, timeout: int | str) -> int | str:
 class LlmConfig:
     """The options of an engine, each with its checks.
 
-    Setting an option raises TypeError for another type, ValueError for an integer outside its
-    width, RuntimeError for an invalid address in `cluster_info`, and LLMException
-    (LLM_PARAM_INVALID) for other invalid values.
+    Setting an option raises TypeError for another type, RuntimeError for an invalid address in
+    `cluster_info`, and ValueError or LLMException (LLM_PARAM_INVALID) for other invalid values.
     """
 
     ge_options = _Setting[dict[str, str]](
@@ -316,4 +307,3 @@ class LlmConfig:
 
 
 LLMConfig = LlmConfig
-"""Another name of `LlmConfig`."""

@@ -36,7 +36,7 @@ AnyKey = CacheKey | BlocksCacheKey | CacheKeyByIdAndIndex
 def desc_of(cache_desc: CacheDesc) -> kvplan.CacheDesc:
     """Convert a description; raise if data type or placement is missing.
 
-    A format with a layer axis, another first axis than the rows, or another shape becomes opaque.
+    A format becomes opaque if it names a layer axis, does not begin with the rows, or does not fit.
     """
     check_isinstance("placement", cache_desc.placement, kvplan.Placement, allow_none=False)
     if cache_desc.data_type is None:
@@ -117,10 +117,7 @@ _LONG = 64  # blocks; an array is faster for longer tables
 def layers_of(
     src_layer_range: range | None, dst_layer_range: range | None, tensor_num_per_layer: int
 ) -> KvCacheExtParam:
-    """Return ranges of layers for the engine, which checks them.
-
-    Without ranges, the default tensor_num_per_layer=2 moves all tensors.
-    """
+    """Return ranges of layers for the engine. Without ranges, the default 2 moves all tensors."""
     check_uint32("tensor_num_per_layer", tensor_num_per_layer)
     if tensor_num_per_layer == 0:
         raise invalid("tensor_num_per_layer=0 is out of range [1, num_tensors]")
@@ -151,7 +148,7 @@ def pushed_layers_of(
     if len(src) != len(dst):
         raise invalid(f"src_layer_range={src} and dst_layer_range={dst} must be of equal length")
     if src_layer_range is None and num_tensors % per_layer:
-        return layers  # no range includes the last, incomplete layer
+        return layers  # a range would lack the last, incomplete layer
     return KvCacheExtParam(src, dst, per_layer)
 
 

@@ -1,7 +1,6 @@
 """The Python interface of NIXL over kvplan's engine: agents, descriptors and transfers.
 
-This package has only names, checks and conversions; `LlmDataDist` moves the bytes. Programs
-import it as `nixl` under `python -m kvplan.run --as nixl`.
+Programs import this package as `nixl` under `python -m kvplan.run --as nixl`.
 """
 
 from kvplan.nixl._api import (

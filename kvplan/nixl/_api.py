@@ -109,7 +109,7 @@ class nixl_agent:  # noqa: N801
 
     Every method raises exceptions of `_bindings`; for impossible arguments also TypeError,
     ValueError, KeyError, IndexError or RuntimeError, as the original does. The constructor raises
-    OSError if the port of the listening thread is in use.
+    LLMException for invalid options, and OSError if the port of the listening thread is in use.
 
     A transfer that fails after it was posted has the state "ERR"; if the remote agent is gone,
     `check_xfer_state` raises nixlRemoteDisconnectError.
@@ -168,7 +168,7 @@ class nixl_agent:  # noqa: N801
         return descs
 
     def deregister_memory(self, dereg_list: nixlRegDList, backends: _Backends = ()) -> None:
-        """Withdraw memory; on return no transfer uses it, and it may be freed."""
+        """Undo one registration of memory; after the last one no transfer uses the memory."""
         self.agent.deregisterMem(dereg_list, self._handles(backends))
 
     def query_memory(
@@ -180,7 +180,7 @@ class nixl_agent:  # noqa: N801
         return self.agent.queryMem(reg_list, self.backends[backend])
 
     def make_connection(self, remote_agent: str | bytes, backends: _Backends = ()) -> None:
-        """Wait for the link with a remote agent."""
+        """Link with a remote agent, unless it is linked."""
         self.agent.makeConnection(remote_agent, self._handles(backends))
 
     def prep_xfer_dlist(
@@ -352,7 +352,7 @@ class nixl_agent:  # noqa: N801
         return pickle.dumps(descs)
 
     def deserialize_descs(self, serialized_descs: bytes) -> Any:
-        """Return the list of `get_serialized_descs`; a pickle with any other class is refused."""
+        """Return the list of `get_serialized_descs`; refuse other classes (UnpicklingError)."""
         return _ListUnpickler(io.BytesIO(serialized_descs)).load()
 
     def _handles(self, backends: _Backends) -> list[int]:
@@ -373,7 +373,7 @@ class _ListUnpickler(pickle.Unpickler):
 
 
 def _list_of(kind: type[_List], width: int, descs: Any, mem_type: str | None) -> _List | None:
-    """Return a list of this kind; log any other `descs`, and return None."""
+    """Return a list of this kind; log `descs` of another form, and return None."""
     if isinstance(descs, kind):
         return descs
     found = None if mem_type is None else _MEMS[mem_type]

@@ -56,9 +56,7 @@ class _Remote(NamedTuple):
 class Agent:
     """An agent's memory, remote agents and messages; `nixlAgent` adds transfers.
 
-    Errors are exceptions; the log of `kvplan.nixl` names the range and the reason. Any thread may
-    call the methods. After `invalidateRemoteMD` and `deregisterMem` no byte of that agent or memory
-    moves.
+    Any thread may call the methods.
     """
 
     def __init__(self, name: str, config: nixlAgentConfig) -> None:
@@ -163,7 +161,7 @@ class Agent:
         return _SUCCESS
 
     def deregisterMem(self, descs: nixlRegDList, backends: Sequence[int] = ()) -> nixl_status_t:  # noqa: N802
-        """Withdraw memory; on return no transfer uses it, and it may be freed."""
+        """Undo one registration of memory; after the last one no transfer uses the memory."""
         regions = _regions(descs)
         ended: list[tuple[Region, int]] = []
         try:
@@ -265,12 +263,12 @@ class Agent:
         return remote
 
     def _linked(self, name: str) -> int:
-        """Wait for the link with a remote agent, and return its cluster id."""
+        """Link with a remote agent, unless it is linked, and return its cluster id."""
         self._remote(name)
         return self.engine.connect(name, _CONNECT_MS)
 
     def makeConnection(self, name: str | bytes, backends: Sequence[int] = ()) -> nixl_status_t:  # noqa: N802
-        """Wait for the link with a remote agent."""
+        """Link with a remote agent, unless it is linked."""
         try:
             self._linked(text_of(name))
         except REFUSALS as error:

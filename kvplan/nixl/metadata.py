@@ -1,4 +1,4 @@
-"""Metadata of an agent as bytes: its address and its registered memory."""
+"""Metadata of an agent, its address and registered memory, and a port to exchange metadata."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         """Stop all transfers with a remote agent, and forget the agent; idempotent."""
         name = text_of(name)
         reason = f"agent {name!r} was removed"
-        for transfer in self._transfers_with(name):  # first: otherwise the link is waited for
+        for transfer in self._transfers_with(name):  # first: ending the link waits for them
             self._stop(transfer, reason)
         super().invalidateRemoteMD(name)
         for transfer in self._transfers_with(name):  # a post that knew the agent may still begin

@@ -1,1 +1,1 @@
-"""The launcher `python -m kvplan.run`; only code that starts programs belongs here."""
+"""The launcher `python -m kvplan.run`, and the plugin of vLLM and SGLang."""

@@ -231,7 +231,7 @@ class LeaseBook:
         self._free(handle, "all its readers were done")
 
     def abort(self, handle: Handle) -> None:
-        """Free the blocks of a request, even while they are read. Ignores unknown handles."""
+        """End a request, even while readers use its blocks. Ignores unknown handles."""
         self._free(handle, "its producer has aborted it")
 
     def expire(self) -> None:

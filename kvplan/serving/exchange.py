@@ -180,7 +180,7 @@ class Exchange:
         Args:
             chunks: the part of each request that has a transfer.
             moved: transfers that have lost their blocks by preemption or abort. On return these
-                blocks are not read; a stopped consumer delays that by half a second or more.
+                blocks are not read; a stopped consumer delays that.
         """
         self._pusher.cancel(moved)
         self._pusher.begin(chunks)

@@ -20,7 +20,7 @@ peer_log = LimitedLog(Log("kvplan.serving"))
 """Rate-limited log for lines that peers can cause."""
 
 PROTOCOL: Final = 4
-"""Version of these messages. Engines of different versions refuse each other."""
+"""Version of these messages. References of other versions are refused."""
 
 MAX_PART: Final = 3500  # bytes of leases or a goal in one message; a notification has 4096 at most
 MAX_PARTS: Final = 8192
@@ -276,8 +276,8 @@ class Reference:
 
     Attributes:
         instance: the producer's process; it differs after a restart.
-        handle: handle of the request at the producer; None with a transfer.
-        digest: digest of the tokens (`token_digest`); the producer refuses one of other tokens.
+        handle: handle of the request at the producer; None if only its transfer is known.
+        digest: digest of the tokens (`token_digest`); the producer refuses another one.
         num_tokens: number of computed tokens, from the first on.
         sources: the producer's workers, by stage, then by rank. Within a stage, workers with the
             same tokens are in the order of their heads.

@@ -47,7 +47,7 @@ class _Peer:
 class Producers:
     """Links with producers on demand. All methods run in the loop of the exchange.
 
-    Links end in `threads`, but not while `is_asking` returns True: the cluster then waits for an
+    A link does not end while `is_asking` returns True for its cluster, which then waits for an
     answer from this side.
     """
 

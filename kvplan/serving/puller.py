@@ -143,7 +143,7 @@ class _Answer:
 
 
 class Puller:
-    """The fetches of requests. All methods run in the loop of the exchange."""
+    """The fetches of requests."""
 
     def __init__(
         self,

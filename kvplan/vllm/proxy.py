@@ -6,7 +6,7 @@ reference to the KV cache of the prompt, and forwards the answer as it arrives. 
 servers of mode "push", both servers get the request at the same time. The proxy then generates the
 name by which they find each other's request.
 
-The program needs aiohttp, which vLLM installs, and no other module of kvplan.
+The program needs aiohttp, which vLLM installs.
 """
 
 from __future__ import annotations
@@ -68,18 +68,11 @@ class Servers:
 
 @dataclass(frozen=True)
 class Call:
-    """A client's request.
-
-    Attributes:
-        request: aiohttp's request.
-        body: its JSON object.
-        name: the X-Request-Id in all logs, including those of the servers; a new one if the client
-            sent none.
-    """
+    """A client's request."""
 
     request: web.Request
     body: dict[str, Any]
-    name: str
+    name: str  # X-Request-Id, also in the logs of the servers; a new one if the client sent none
 
     @classmethod
     async def read(cls, request: web.Request) -> Call:
@@ -144,7 +137,6 @@ class Proxy:
     handler then closes the connection to the server, and vLLM aborts the request.
 
     Args:
-        prefill, decode: URLs of the servers.
         prefill_timeout_s: seconds that a prefill server may take for a prompt, including its queue.
         push: True to ask both servers at the same time.
     """
@@ -196,12 +188,8 @@ class Proxy:
         return await self._decoded(call, params, "no prefill server has computed it")
 
     async def _both(self, call: Call, urls: Sequence[str]) -> web.StreamResponse:
-        """Ask both servers at once; the prefill server sends each computed layer.
-
-        Until a prefill server has answered once, its identity is unknown. So its first request is
-        prefilled before it is decoded, and so is each request whose first server fails.
-        """
-        if (producer := self._producers.get(urls[0])) is None:
+        """Ask both servers at once; the prefill server sends each computed layer."""
+        if (producer := self._producers.get(urls[0])) is None:  # it has not answered yet
             return await self._in_turn(call, urls)
         transfer = f"{call.name}-{uuid.uuid4().hex}"[-128:]
         for_prefill = {"do_remote_decode": True, "kvplan": {"transfer": transfer}}
@@ -254,10 +242,7 @@ class Proxy:
     async def _decoded(
         self, call: Call, params: dict[str, Any] | None, reason: str
     ) -> web.StreamResponse:
-        """Let a decode server generate, and forward its answer.
-
-        Without `params` it computes the prompt too, and the log gives the reason.
-        """
+        """Let a decode server generate, without `params` also prefill, and forward its answer."""
         if params is None:
             logger.warning("%s: the decode server computes the prompt: %s", call.name, reason)
         url, response = await self._opened(call, params)

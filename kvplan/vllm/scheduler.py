@@ -120,21 +120,14 @@ class _Computed:
 
 
 class ConnectorScheduler:
-    """The connector in the process of vLLM's scheduler. It makes the steps of the workers.
-
-    Args:
-        engine_id: id of the engine.
-        windowed: True if layers have a sliding window.
-        states: for each group of layers, the tokens of a block of states; 0 without states.
-        count_keys: counts the keys of vLLM's prefix cache.
-    """
+    """The connector in the process of vLLM's scheduler, which makes the steps of the workers."""
 
     def __init__(
         self,
         engine_id: str,
         *,
-        windowed: bool = False,
-        states: Sequence[int] = (),
+        windowed: bool = False,  # True if layers have a sliding window
+        states: Sequence[int] = (),  # tokens of a block of states, by group; 0: no states
         count_keys: CountKeys | None = None,
     ) -> None:
         self._states = states if any(states) else ()
@@ -290,18 +283,12 @@ class ConnectorScheduler:
             return None
 
     def _num_fetched(self, num_tokens: int) -> int:
-        """Return how many tokens of a prompt are fetched.
-
-        vLLM computes the last token of a fetched prompt again; a state must not include it.
-        """
+        """Return how many tokens of a prompt are fetched; a state must not include the last one."""
         last = self._leaves_last and (num_tokens > 1 or self._states)
         return num_tokens - 1 if last else num_tokens
 
     def _held(self, blocks: Sequence[Sequence[int]], num_tokens: int) -> Blocks:
-        """Return the blocks of a request in each group, without the null blocks before a window.
-
-        For a group of states this is the block of the state after `num_tokens`, if it is not null.
-        """
+        """Return the blocks of a request by group, without null blocks; of states, the last."""
         if len(blocks) == 1 and not self._leaves_last:
             return tuple(blocks[0])
         tables = []
@@ -324,11 +311,8 @@ def instance_of(engine_id: str) -> bytes:
 
 
 def _leave_last(request: Request) -> None:
-    """Remove the last token of a prompt: the consumer computes it anyway.
-
-    After the last token vLLM would free the blocks outside that token's window, and the consumer
-    might lack the first token of its own window. vLLM's own connectors drop the last token, too.
-    """
+    """Remove the last token of a prompt, as vLLM's own connectors do: the consumer computes it."""
+    # After this token vLLM might free the block with the first token of the consumer's window.
     tokens = request.prompt_token_ids
     if not tokens or len(tokens) < 2:
         return

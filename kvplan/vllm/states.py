@@ -1,8 +1,8 @@
 """States of Mamba and linear attention in vLLM's pages, as caches with heads.
 
-A page of a layer holds its states one after another: the convolution state, if the layer has one,
-and the recurrent state. vLLM's `MambaSpec` has the shapes and the kind of a rank's states. The kind
-determines which columns belong to which heads of the model.
+A page of a layer holds its convolution state, its recurrent state, or first one and then the other.
+vLLM's `MambaSpec` has the shapes and the kind of a rank's states. The kind determines which columns
+belong to which heads of the model.
 """
 
 from __future__ import annotations
@@ -35,20 +35,13 @@ class StateForm:
     columns: Mapping[str, Columns]  # of the convolution, in the model
     num_heads: int  # of the recurrent state, in the model; 0: none
     ranks: int  # that share out the heads
-    columns_first: bool = False
+    columns_first: bool = False  # True if they are the first dimension of a convolution state
 
     @classmethod
     def of(
         cls, spec: StateSpec, ranks: int, *, groups: int | None = None, columns_first: bool = False
     ) -> StateForm:
-        """Read vLLM's description of a layer's states.
-
-        Args:
-            spec: the description.
-            ranks: number of ranks of tensor parallelism.
-            groups: groups of B and C of Mamba2 in the model; None: unknown.
-            columns_first: True if columns are the first dimension of a convolution state.
-        """
+        """Read vLLM's description of a layer's states; `groups` are those of B and C of Mamba2."""
         ranks = 1 if spec.tp_replicated else ranks
         kind, shapes = spec.mamba_type.name, tuple(map(tuple, spec.shapes))
         described = f"states {kind} of shapes {list(map(list, shapes))}"
@@ -96,10 +89,7 @@ class StateForm:
     def caches(self, pages: Sequence[Any], rank: int, shard: Shard) -> dict[str, StateCache]:
         """Return the caches in the pages of the layers, by name: the projections, and `state`.
 
-        Args:
-            pages: for each layer, a tensor with the bytes of its pages, which may have padding.
-            rank: the rank of tensor parallelism that has the pages.
-            shard: the model's layers in the pages.
+        `pages` has a tensor for each layer with the bytes of its pages, which may have padding.
         """
         rank %= self.ranks
         found: list[list[Any]] = []

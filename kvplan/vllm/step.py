@@ -22,7 +22,7 @@ class Offer:
 
     handle: Handle  # the same for all workers
     request: str
-    blocks: Blocks  # with several groups, or a window: a table for each group
+    blocks: Blocks  # with several groups, a window or states: a table for each group
     digest: bytes
     transfer: str = ""  # the name by which a consumer waits for the request; empty: none
 

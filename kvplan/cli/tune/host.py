@@ -1,8 +1,6 @@
 """The comparison of copy tunings on this machine, for `kvplan tune`.
 
 The built-in tuning stays unless another one is clearly faster, so that noise changes nothing.
-`calibrate` decides by the times that `measure` returns; `measured_here` measures on threads of its
-own, without the GIL.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ _checked = checked(
         "cache_id": check_int64,
     }
 )
-"""Decorator that checks the arguments of a method by their names."""
 
 
 class CacheManager(CacheTransfers):
@@ -45,8 +44,8 @@ class CacheManager(CacheTransfers):
     In *request mode* peers pull by CacheKey; the pull of the last tensor consumes a request's key.
     In *remote mode* (llm.EnableRemoteCacheAccessible) peers pull by id, and push.
 
-    Every method raises TypeError for an argument of the wrong type, and TypeError or ValueError for
-    an integer outside its width.
+    Every method raises TypeError for an argument of the wrong type, except for `mem_infos`, and
+    TypeError or ValueError for an integer outside its width.
 
     Args:
         llm_datadist: the engine.
@@ -80,7 +79,7 @@ class CacheManager(CacheTransfers):
 
         Args:
             cache_desc: its description.
-            cache_keys: key i names slot i; a key with req_id=2**64-1 skips its slot.
+            cache_keys: key i names slot i; a key without a request and a prefix skips its slot.
 
         Raises:
             LLMException: LLM_OUT_OF_MEMORY; LLM_PARAM_INVALID: no pool for this placement, more

@@ -73,7 +73,6 @@ _checked = checked(
         "src_to_dst": kind_of(dict),
     }
 )
-"""Decorator that checks the arguments of a method by their names."""
 
 
 class CacheTransfers:

@@ -161,6 +161,7 @@ class LLMDataDist:
         Raises:
             ModuleNotFoundError: llm.EnableCacheManager is not "1", which means version 1.
             TypeError: options of the wrong type, or a value that is not a str.
+            AttributeError: options is None.
             LLMException: LLM_FAILED: another engine is initialized, or the port is in use;
                 LLM_PARAM_INVALID: an invalid option; LLM_OUT_OF_MEMORY: no memory for a pool.
         """
