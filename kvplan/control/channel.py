@@ -190,7 +190,7 @@ class Channel:
                 self._loop.call_soon(self._handler.on_lost, self, reason)
 
     def post(self, body: Body, reply_to: int = 0) -> None:
-        """Send without waiting; drop the message if there is no room."""
+        """Send without waiting, or drop the message if the queue is full."""
         if self._sending.locked():
             return
         with contextlib.suppress(ConnectionError):
