@@ -136,10 +136,7 @@ class Tracker:
         task.is_followed = True
 
     def watch(self, task: NativeTask) -> None:
-        """Let `cancel` stop a task that waits for its layers, and detect the failure of a layer.
-
-        An engine calls `track` once all layers are ready.
-        """
+        """Let `cancel` stop a task that waits for its layers, and detect the failure of a layer."""
         self._open.add(ref(task, self._open.discard))
         with suppress(LLMException):  # without a thread, the caller finds the failure
             thread = _process.thread or _process.begin()
