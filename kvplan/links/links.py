@@ -96,7 +96,7 @@ class Links:
         self.peers: Mapping[int, PeerLink] = self._transitions.links
 
     def observe(self, observer: Callable[[PeerLink], object]) -> None:
-        """Call `observer` in the control thread with links that were linked, lost or ended."""
+        """Call `observer` with each link that was linked, was lost or ended, or failed to link."""
         self._transitions.observer = observer
 
     def start(self) -> None:
