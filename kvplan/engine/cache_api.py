@@ -60,7 +60,7 @@ class PeerCacheStatus:
         cache_desc: its description.
         paged: True if its rows are blocks.
         writable: True if pushes to the cache are allowed.
-        reachable: True if the transport of the link reaches its memory.
+        reachable: True if a transport of the link reaches its memory.
         blocks_key: the key of a paged cache; None: the cache has no key.
     """
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvplan.transport.transport import Transport
 
 
-_MAX_TTL_MS: Final = 1e12  # about 31 years
+_MAX_TTL_MS: Final = 1e12  # almost 32 years
 _RETRY_NS: Final = 1_000_000_000  # between two waits for a peer that may still write
 _STOPPED_S: Final = 1.0  # time that `close` waits for the thread
 MAX_FOLLOWING: Final = 1 << 15  # blocks of a lease that fit into one message to peers

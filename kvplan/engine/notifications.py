@@ -80,7 +80,7 @@ class Notifications(PollableQueue[Notification]):
         return min(WINDOW, room - 1)
 
     def attach(self, cluster_id: int, direct: socket.socket) -> None:
-        """Begin to receive from a peer's direct connection. Runs in the control thread.
+        """Begin to receive from a peer's direct connection.
 
         Raises:
             OSError: the system cannot watch another descriptor.
@@ -89,7 +89,7 @@ class Notifications(PollableQueue[Notification]):
         self._direct[direct.fileno()] = direct, cluster_id
 
     def detach(self, direct: socket.socket) -> None:
-        """Receive the rest and close the connection. Idempotent. Runs in the control thread."""
+        """Receive the rest and close the connection. Idempotent."""
         if (fd := direct.fileno()) < 0:
             return
         with suppress(OSError):  # the peer has closed

@@ -41,9 +41,9 @@ _T = TypeVar("_T")
 class CacheRegistry:
     """All caches of one engine; thread-safe.
 
-    An allocated cache lives until its id, its last key and its last claim are gone. Peers reach it
-    until then. The memory returns to its pool after the last transfer and the last array. A
-    registered cache ends when it is unregistered; its memory belongs to the user.
+    An allocated cache lives until its id, its last key and its last claim are gone; without the id,
+    peers reach it only by key. Its memory returns to its pool after the last transfer and the last
+    array. A registered cache ends when it is unregistered; its memory belongs to the user.
 
     Args:
         transports: offer the caches to peers.
@@ -53,7 +53,7 @@ class CacheRegistry:
 
     Attributes:
         owner: the value of `Cache.owner` of each cache.
-        moved_leases: see `OfferedCaches`; `Leases` writes it.
+        moved_leases: see `OfferedCaches`.
     """
 
     def __init__(
