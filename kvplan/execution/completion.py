@@ -150,7 +150,7 @@ class Tracker:
         self._cancelled = reason
         for held in list(self._open):
             if (task := held()) is not None:
-                task.cancel(reason)  # `cancel` calls `track`
+                task.cancel(reason)  # may call `track`
         # In reverse, because tasks that have not begun would begin when earlier ones end.
         for tracked in reversed(list(self._tracked)):
             tracked.task.cancel(reason)
@@ -227,7 +227,7 @@ class _Open(msgspec.Struct, eq=False):
     def on_end(self) -> None:
         """See `_Tracked.on_end`."""
         task = self.task()
-        # Finding the end lets the tracker take over, which removes this entry.
+        # `done` of an ended task lets the tracker take over, which removes this entry.
         if task is not None and not _has_ended(task):
             return
         if completion_thread().queue.forget(self.native, self) and task is not None:
