@@ -1,8 +1,8 @@
 """One validated TCP or Unix connection, and the ZeroMQ socket that uses it.
 
 Bytes go  peer <-> stream <-> private Unix socket <-> ZeroMQ PAIR <-> frames. A validator checks
-those of the peer. libzmq does not own the stream, because this module reports the errno of system
-errors, notices the end of the peer at once, never reconnects silently, and stops hostile bytes.
+those of the peer. libzmq does not own the stream. So this module can report the errno of system
+errors, notice the end of the peer at once, never reconnect silently, and stop hostile bytes.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A pending connection is greeted with a nonce. It becomes a channel once it has a
 key's cookie for the nonce; until then it costs no more than a socket. Without a key, every
 connection becomes a channel, and each address has the same chance. The channel stays pending until
 it has a link; until then another connection may take its place. With or without a key, a connection
-becomes a data connection once it has proved that it knows the secret of a link that is being made.
+becomes a data connection once it has proved the secret of a link that is being made.
 """
 
 from __future__ import annotations
