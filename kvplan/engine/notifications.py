@@ -56,7 +56,11 @@ class Notifications(PollableQueue[Notification]):
         self._polled = self._epoll.fileno()
 
     def deliver(self, cluster_id: int, data: bytes, direct: socket.socket | None) -> int:
-        """See `Inbox.deliver`."""
+        """See `Inbox.deliver`.
+
+        Raises:
+            LLMException: LLM_LINK_BUSY: too many wait to be read; LLM_ENGINE_FINALIZED.
+        """
         if self.closed:
             raise finalized()
         if direct is not None:
