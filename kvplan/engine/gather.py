@@ -38,7 +38,7 @@ class GatherNotices:
         self._error: LLMException | None = None
 
     def add(self, operations: Sequence[TransferOperation]) -> None:
-        """Add the linked peers of operations; raise if a link that one holds refuses another."""
+        """Add the linked peers of operations; raise if an operation's link refuses the notice."""
         for operation in operations if self.any else ():
             cluster_id = cast("Any", operation.peer_key()).cluster_id
             link = operation.link or operation.engine.links.peers.get(cluster_id)

@@ -273,7 +273,7 @@ class Transfers:
         """Return the backend (None: plain copies), the descriptors, and both memories."""
         if type(plan) is not Plan:
             check_type("plan", plan, Plan)
-        # Not isinstance, which takes 10 us for a protocol and 0.3 us for a Sequence.
+        # Not isinstance, which refuses this protocol.
         source = cast(TensorMemory, src) if hasattr(src, "addresses") else memory_of("src", src)
         target = cast(TensorMemory, dst) if hasattr(dst, "addresses") else memory_of("dst", dst)
         for given, memory in ((src, source), (dst, target)):
