@@ -112,8 +112,8 @@ class CacheOperations(OperationRunner):
     ) -> Cache:
         """Register the caller's memory as a paged cache.
 
-        Takes the arguments of `register_cache`; shape[batch_dim_index] is the number of blocks, and
-        `blocks_cache_key` names the whole cache.
+        The arguments are as for `register_cache`, but shape[batch_dim_index] is the number of
+        blocks, and `blocks_cache_key` names the whole cache.
 
         Raises:
             TypeError, ValueError, LLMException: see `register_cache`.
@@ -178,8 +178,8 @@ class CacheOperations(OperationRunner):
     ) -> Cache:
         """Make a paged cache in memory of the engine, which peers reach fastest.
 
-        Takes the arguments of `allocate_cache`; shape[batch_dim_index] is the number of blocks, and
-        `blocks_cache_key` names the whole cache.
+        The description is as for `allocate_cache`, but shape[batch_dim_index] is the number of
+        blocks, and `blocks_cache_key` names the whole cache.
 
         Raises:
             TypeError, LLMException: see `allocate_cache`.
