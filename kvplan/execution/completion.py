@@ -242,7 +242,7 @@ def _has_ended(task: NativeTask) -> bool:
 
 
 class Readable(Protocol):
-    """An object with a descriptor, called when the descriptor is readable."""
+    """An object that reads from a descriptor when the descriptor is readable."""
 
     def fileno(self) -> int:
         """Return the descriptor."""

@@ -132,8 +132,8 @@ class OfferedCaches(Protocol):
         """Let `holder` pull by `key`. The cache stays until the claim is released.
 
         Raises:
-            LLMException: As `find`; LLM_REPEAT_REQUEST if another holder has claimed the key;
-                LLM_LINK_BUSY if this holder has too many claims.
+            LLMException: As `find`; LLM_REPEAT_REQUEST if another holder has claimed a key that
+                pulls consume; LLM_LINK_BUSY if this holder has too many claims.
         """
 
     def release(
