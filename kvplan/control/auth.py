@@ -1,8 +1,8 @@
 """The keys that authenticate channels. If a channel has a key, only holders of the key may link.
 
 All engines of a cluster share one CURVE key pair, the cluster key. Its file holds the secret half,
-from which the public half follows. Without a cluster key, the engines of one user on a host share
-the user's key: every user of a host can connect to loopback, so a loopback address proves nothing.
+from which the public half follows. Without a cluster key, the engines of one user share the user's
+key inside a host: every user of the host can connect there, so a loopback address proves nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ClusterKey:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ClusterKey:
-        """Read the key from a file that `kvplan keygen` has made."""
+        """Read the key from a file that `save` has written."""
         try:
             path = Path(path).expanduser()
             descriptor = open_regular(path)
@@ -119,7 +119,7 @@ class ClusterKey:
             Path(part).unlink()
 
     def cookie(self, nonce: bytes) -> bytes:
-        """Return the answer to `nonce` that proves possession of the key. Checking is cheap."""
+        """Return the answer to `nonce` that proves possession of the key."""
         kind = b"kvplan-cookie"
         return blake2b(nonce, key=self.secret, digest_size=COOKIE_NBYTES, person=kind).digest()
 
@@ -152,7 +152,7 @@ def proof_of(secret: bytes, nonce: bytes, hello: bytes) -> bytes:
 
 
 class Keys:
-    """The keys of this engine. A channel uses one or none. Only the loop's thread calls `at`."""
+    """The keys of this engine. A channel uses one or none."""
 
     def __init__(
         self, cluster: ClusterKey | None = None, user: Callable[[], ClusterKey] | None = None
@@ -175,7 +175,7 @@ class UserKeyState(NamedTuple):
 
     path: str
     is_made: bool  # True if the file exists
-    why_not_home: str  # why the file is not below the home; empty if it is
+    why_not_home: str  # why the file is in the runtime directory; empty if it is not
     why_not: str  # why the key is not usable; empty if it is
 
 

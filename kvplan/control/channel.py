@@ -36,7 +36,7 @@ MAX_PENDING_REQUESTS: Final = 4
 """Maximum number of concurrent requests of one peer while its channel has no link."""
 
 MAX_UNDECODABLE: Final = 16
-"""Maximum number of undecodable frames of one peer. The next one ends its channel."""
+"""Maximum number of undecodable frames of a channel. The next one ends it."""
 
 _CHECKS_PER_TIMEOUT: Final = 2
 """Minimum number of heartbeat checks within the shorter of interval and timeout."""
@@ -51,9 +51,9 @@ class ChannelClosed(ConnectionError):  # noqa: N818 - the field's word
 
 
 class Handler(Protocol):
-    """The receiver of a peer's messages. It is called on the loop's thread, in order.
+    """The receiver of a peer's messages, in order, on the loop's thread.
 
-    Requests begin in order. One may still run while the next messages are delivered.
+    A request may still run while the next messages are delivered.
     """
 
     async def on_request(self, channel: Channel, body: Body) -> Body:
@@ -66,14 +66,11 @@ class Handler(Protocol):
         """Handle a message that needs no reply."""
 
     def on_lost(self, channel: Channel, reason: str) -> None:
-        """Handle the end of the channel, unless `close` or `drop` on this side caused it."""
+        """Handle the end of an introduced channel that this side did not `close` or `drop`."""
 
 
 class Channel:
-    """An ordered channel of messages to one peer. Only the loop's thread uses it.
-
-    `connect` and `Server` make channels.
-    """
+    """An ordered channel of messages to one peer. Only the loop's thread uses it."""
 
     def __init__(
         self,
@@ -186,14 +183,14 @@ class Channel:
             self.connection.abort(reason)
 
     def lose(self, reason: str) -> None:
-        """End a channel whose peer has ended it, is dead or is refused; notify the handler."""
+        """End a channel whose peer has ended it, is dead or is refused; see `Handler.on_lost`."""
         if not self.closed:
             self._end(reason)
             if self.introduced:
                 self._loop.call_soon(self._handler.on_lost, self, reason)
 
     def post(self, body: Body, reply_to: int = 0) -> None:
-        """Send if there is room, without waiting."""
+        """Send without waiting, or drop the message if the queue is full."""
         if self._sending.locked():
             return
         with contextlib.suppress(ConnectionError):

@@ -30,7 +30,7 @@ from kvplan.system.limits import reason_of, system_error
 from kvplan.system.logs import Log
 
 MAX_PENDING: Final = 1024
-"""Maximum number of connections without proof of the key, or of channels without a link.
+"""Maximum number of pending connections.
 
 The limit is lower if the process may open few files: a channel takes up to 4 of them, and pending
 connections take at most half.
@@ -47,7 +47,7 @@ _log = Log("kvplan.control")
 
 
 class Server:
-    """A server on one endpoint, made by `listen`. The loop's thread calls its methods."""
+    """A server on one endpoint, made by `listen`."""
 
     def __init__(self, loop: ControlLoop, endpoint: Endpoint, handler: Handler) -> None:
         self.endpoint = endpoint
@@ -155,7 +155,7 @@ class Server:
             except BlockingIOError:
                 return
             except ConnectionError:
-                continue  # the peer has closed it already
+                continue  # the peer has already closed the connection
             except OSError as error:
                 _log.warning("event=accept_failed endpoint=%s error=%r", self.endpoint, error)
                 self._loop.remove_reader(self._listening)

@@ -1,8 +1,8 @@
 """One validated TCP or Unix connection, and the ZeroMQ socket that uses it.
 
 Bytes go  peer <-> stream <-> private Unix socket <-> ZeroMQ PAIR <-> frames. A validator checks
-those of the peer. libzmq does not own the stream, because this module reports the errno of system
-errors, notices the end of the peer at once, never reconnects silently, and stops hostile bytes.
+those of the peer. libzmq does not own the stream. So this module can report the errno of system
+errors, notice the end of the peer at once, never reconnect silently, and stop hostile bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvplan.control.zmtp import greeting as zmtp_greeting
 from kvplan.system.users import peer_credentials
 
 QUEUE_LENGTH: Final = 32
-"""Frames that wait in ZeroMQ, in each direction of a connection."""
+"""Maximum number of frames that wait in ZeroMQ, in each direction of a connection."""
 
 DISCONNECTED: Final = "the peer has disconnected"
 
@@ -67,7 +67,7 @@ class Connection:
         self.nonce = b""  # of the listener's greeting, once the greetings were exchanged
         self._validator = ZmtpValidator(encrypted=key is not None)
         self._early = bytearray()  # bytes of the peer that wait for the ZeroMQ socket
-        self._skip = GREETING_NBYTES  # bytes of ZeroMQ's output: its greeting was already sent
+        self._skip = GREETING_NBYTES  # bytes of ZeroMQ's output to drop: a greeting was sent
         self._is_cookie_due = not listening
         self._own_listener: socket.socket | None = None  # while the ZeroMQ socket connects to it
         self._socket: zmq.Socket[bytes] | None = None

@@ -50,9 +50,9 @@ _KEEP_ALIVE: Final = {
 
 
 class DataStreams(ABC):
-    """The data connections of a link, at either end. It implements `Streams`.
+    """The data connections of a link, at either end, as `Streams`.
 
-    Only the loop's thread uses it, except for `open` and `close`.
+    Any thread may call `open` and `close`, and only the loop's thread the other methods.
     """
 
     dials: bool
@@ -89,7 +89,7 @@ class DataStreams(ABC):
             self._control.call_soon(self.close_now)
 
     def close_now(self) -> None:
-        """Close before this returns. Called on the loop's thread."""
+        """Close before this returns."""
         self._closed = True
         with suppress(KeyError):  # empty; a thread in `open` may take the last one
             while True:

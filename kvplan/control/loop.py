@@ -119,7 +119,7 @@ class PendingCall(Generic[_T]):
 
 
 class RefusalLog(LimitedLog):
-    """A rate-limited log of refusals."""
+    """A rate-limited log of refusals, and of exceptions on a loop."""
 
     def __init__(self) -> None:
         super().__init__(_log)
@@ -256,9 +256,9 @@ class ControlLoop:
     def start_in_worker(
         self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> asyncio.Future[_T]:
-        """Run a function that must not be lost in a thread of the pool; here if none is left.
+        """Run a function in a thread of the pool, or here if the system has no thread left.
 
-        The function may be called twice: a thread that becomes free meanwhile may take it.
+        The function may be called twice: a thread that becomes free meanwhile may take it, too.
         """
         call = partial(function, *args, **kwargs)
         try:

@@ -386,7 +386,7 @@ class WrongVersion(Undecodable):
 
 
 class Refusal(Undecodable):
-    """The reason with which the peer ends the channel."""
+    """A frame with the reason why the peer ends the channel."""
 
 
 _encoder = msgspec.msgpack.Encoder()

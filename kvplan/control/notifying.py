@@ -34,7 +34,7 @@ from kvplan.system.logs import LimitedLog, Log
 from kvplan.system.users import peer_credentials
 
 WINDOW: Final = 256
-"""Maximum number of unread packets in the receiver's socket, which has room for 50 of 4 KiB."""
+"""Maximum number of unread packets in the receiver's socket; about 50 of 4 KiB fit there."""
 
 _BACKLOG: Final = 4  # other processes may connect, too
 _BUFFER_NBYTES: Final = 212992  # the kernel's default limit
@@ -45,7 +45,7 @@ _peer_log = LimitedLog(Log("kvplan.links"))
 
 
 class DirectSender:
-    """The sender of packets to one receiver, for any thread. `DirectListener.accept` makes it.
+    """The sender of packets to one receiver, for any thread.
 
     Only the garbage collection of this object closes the descriptor, because a thread may be using
     it when `end` is called.
@@ -71,7 +71,7 @@ class DirectSender:
         return True
 
     def grant(self, count: int) -> None:
-        """Record that the receiver has taken all packets and has room for `count` more."""
+        """Record that the receiver has room for `count` more packets."""
         self._left, self._has_room = count, count > 0
 
     def end(self) -> None:
@@ -80,7 +80,7 @@ class DirectSender:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _is_emptied(self) -> bool:
-        """Return True if the receiver's program has taken all packets."""
+        """Return True if packets may be sent again, because the receiver has taken all."""
         if not self._has_room:
             return False
         unread = fcntl.ioctl(self._socket, termios.TIOCOUTQ, _NOTHING)
@@ -161,7 +161,7 @@ def _token(secret: bytes) -> bytes:
 
 
 class Inbox(Protocol):
-    """The queue for notifications of linked peers. The control thread calls it; it never blocks."""
+    """The queue for notifications of linked peers. Its methods never block."""
 
     def deliver(self, cluster_id: int, data: bytes, direct: socket.socket | None) -> int:
         """Add a notification that came as a message, after those in the peer's direct connection.
@@ -266,7 +266,7 @@ class Notifier:
         return Notified(window)
 
     def end(self, inbox: Inbox | None) -> None:
-        """End all notifications with the link, in the control thread."""
+        """End all notifications with the link."""
         if self._sending is not None:
             self._sending.end()
             self._sending = None

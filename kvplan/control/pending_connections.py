@@ -1,10 +1,10 @@
-"""Connections that are not authenticated yet: each cheap, and few from one address.
+"""Connections that are not authenticated yet: each is cheap, and their number is limited.
 
 A pending connection is greeted with a nonce. It becomes a channel once it has answered with the
 key's cookie for the nonce; until then it costs no more than a socket. Without a key, every
 connection becomes a channel, and each address has the same chance. The channel stays pending until
 it has a link; until then another connection may take its place. With or without a key, a connection
-becomes a data connection once it has proved that it knows the secret of a link that is being made.
+becomes a data connection once it has proved the secret of a link that is being made.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _TOO_MANY: Final = "too many pending connections"
 _RESET: Final = struct.pack("2i", 1, 0)  # of SO_LINGER: close resets the connection
-_SITE_NBYTES: Final = 8  # prefix of an IPv6 address that a site cannot choose
+_SITE_NBYTES: Final = 8  # prefix of an IPv6 address, which a host cannot choose
 
 
 class PendingConnection:
@@ -249,7 +249,7 @@ class AcceptedStreams(DataStreams):
                 self._pending.drop(slot.result())
 
     def accept(self, connection: PendingConnection) -> None:
-        """Accept a connection whose complete hello names this link. Called on the loop's thread."""
+        """Accept a connection whose complete hello names this link."""
         index, answer = self._answer(connection.greeting, bytes(connection.received))
         slot = self._slot(index)
         if slot.done():

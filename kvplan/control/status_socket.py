@@ -45,10 +45,7 @@ _open: weakref.WeakSet[StatusSocket] = weakref.WeakSet()
 
 
 class StatusSocket:
-    """A server of the JSON document that `describe` returns.
-
-    The control loop accepts, and answers if no thread is left.
-    """
+    """A server of the JSON document that `describe` returns."""
 
     def __init__(
         self, control: ControlLoop, name: str, describe: Callable[[], dict[str, Any]]

@@ -60,7 +60,7 @@ class PeerCacheStatus:
         cache_desc: its description.
         paged: True if its rows are blocks.
         writable: True if pushes to the cache are allowed.
-        reachable: True if the transport of the link reaches its memory.
+        reachable: True if a transport of the link reaches its memory.
         blocks_key: the key of a paged cache; None: the cache has no key.
     """
 
@@ -112,8 +112,8 @@ class CacheOperations(OperationRunner):
     ) -> Cache:
         """Register the caller's memory as a paged cache.
 
-        Takes the arguments of `register_cache`; shape[batch_dim_index] is the number of blocks, and
-        `blocks_cache_key` names the whole cache.
+        The arguments are as for `register_cache`, but shape[batch_dim_index] is the number of
+        blocks, and `blocks_cache_key` names the whole cache.
 
         Raises:
             TypeError, ValueError, LLMException: see `register_cache`.
@@ -178,8 +178,8 @@ class CacheOperations(OperationRunner):
     ) -> Cache:
         """Make a paged cache in memory of the engine, which peers reach fastest.
 
-        Takes the arguments of `allocate_cache`; shape[batch_dim_index] is the number of blocks, and
-        `blocks_cache_key` names the whole cache.
+        The description is as for `allocate_cache`, but shape[batch_dim_index] is the number of
+        blocks, and `blocks_cache_key` names the whole cache.
 
         Raises:
             TypeError, LLMException: see `allocate_cache`.

@@ -79,7 +79,7 @@ class LlmDataDist(
 
     @property
     def listen_address(self) -> str | None:
-        """The address that peers link to, such as "127.0.0.1:43121"; None: a client.
+        """The address that peers link to, such as "127.0.0.1:43121"; None: the engine has none.
 
         This is the option `kvplan.advertise` if set, otherwise the address of the listener. Peers
         cannot link to a wildcard address (0.0.0.0).

@@ -160,8 +160,8 @@ class Engine:
     def listen(self, address: str, stacklevel: int) -> None:
         """Listen only at `address` ("ip:port", port 0: any); empty: stop listening.
 
-        Warns if other hosts may reach the address without a cluster key. `stacklevel` is for the
-        warning; 1 means the caller of this method.
+        Warns if other hosts may reach the address without a cluster key, or cannot reach the name.
+        `stacklevel` is for the warning; 1 means the caller of this method.
         """
         here = self.links.endpoint
         if here is not None and address in (str(here), self._listen_at):
@@ -253,7 +253,7 @@ def metrics_of(cluster_id: int, metrics: Metrics, engine: Engine | None) -> Engi
 
 
 def describe(engine: Engine) -> dict[str, Any]:
-    """Return the state of an engine as JSON values, for `kvplan top`."""
+    """Return the state of an engine as JSON values."""
     from kvplan import __version__  # here: kvplan imports this package
 
     operations = metrics_of(engine.cluster_id, engine.metrics, engine)["operations"]

@@ -71,7 +71,7 @@ def end_all(entries: Iterable[CacheEntry]) -> None:
 
 
 class PendingDeregistrations:
-    """Unregistered caches whose registrations have not ended yet.
+    """Unregistered and renewed caches whose old registrations have not ended yet.
 
     Ending a registration waits for data that is being sent. The memory must stay until then, even
     if several calls end the same cache.

@@ -33,12 +33,12 @@ class GatherNotices:
         self.any: bool = any(notices.values())
         self._new = partial(Operation, engine, "notify", tag=options.get("tag", ""), **notices)
         self._operation = operation
-        self._operations: dict[PeerLink, Operation] = {}  # keep the links until they end
+        self._operations: dict[PeerLink, Operation] = {}  # each keeps its link until it ends
         self._mutex = Mutex()
         self._error: LLMException | None = None
 
     def add(self, operations: Sequence[TransferOperation]) -> None:
-        """Add the linked peers of operations; raise if a link that one holds takes no notice."""
+        """Add the linked peers of operations; raise if an operation's link refuses the notice."""
         for operation in operations if self.any else ():
             cluster_id = cast("Any", operation.peer_key()).cluster_id
             link = operation.link or operation.engine.links.peers.get(cluster_id)

@@ -63,7 +63,7 @@ def memory_of_tensors(
     Args:
         desc: description of the cache; if the engine has a device, the placement says where the
             tensors must be.
-        tensors, writable: as for `CacheRegistry.register`.
+        tensors, writable: as for `register_cache` and `CacheRegistry.register`.
         device: the device of the engine, if it has one.
     """
     if isinstance(tensors, str | bytes) or not isinstance(tensors, Sequence):

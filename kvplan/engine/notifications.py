@@ -56,7 +56,7 @@ class Notifications(PollableQueue[Notification]):
         self._polled = self._epoll.fileno()
 
     def deliver(self, cluster_id: int, data: bytes, direct: socket.socket | None) -> int:
-        """Add the notification of a control message; see `Inbox.deliver`.
+        """See `Inbox.deliver`.
 
         Raises:
             LLMException: LLM_LINK_BUSY: too many wait to be read; LLM_ENGINE_FINALIZED.
@@ -80,16 +80,12 @@ class Notifications(PollableQueue[Notification]):
         return min(WINDOW, room - 1)
 
     def attach(self, cluster_id: int, direct: socket.socket) -> None:
-        """Begin to receive from a peer's direct connection. Runs in the control thread.
-
-        Raises:
-            OSError: the system cannot watch another descriptor.
-        """
+        """See `Inbox.attach`."""
         self._epoll.register(direct, select.EPOLLIN)
         self._direct[direct.fileno()] = direct, cluster_id
 
     def detach(self, direct: socket.socket) -> None:
-        """Receive the rest and close the connection. Idempotent. Runs in the control thread."""
+        """See `Inbox.detach`."""
         if (fd := direct.fileno()) < 0:
             return
         with suppress(OSError):  # the peer has closed

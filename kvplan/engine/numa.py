@@ -68,8 +68,8 @@ def transfers_on(
     """Return this process's transfers with threads on the processors of `node`, or of all nodes.
 
     The threads run on any processor if `node` is None, the only node, or has no usable processor.
-    On all nodes they do so as well if only one has usable processors, threads are fewer than nodes,
-    or the kernel does not tell the node of a page.
+    For all nodes they also do if only one is usable, threads are fewer than nodes, or the kernel
+    does not tell a page's node.
     """
     allowed = os.sched_getaffinity(0)
     usable = tuple(

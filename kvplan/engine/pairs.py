@@ -305,7 +305,7 @@ class PairOperation(Operation, ABC):
     ) -> None:
         """Let later requests find the rows of these caches, unless the peer must be asked first."""
         requests, link = self._requests, self._requests[0].link
-        # They differ, for example, if an empty source table means a slot.
+        # The kinds differ, for example, if an empty source table means a slot.
         kinds = [(request.kind, pair.kind) for request, pair in zip(requests, rows, strict=True)]
         if self.link is not link or any(asked != found for asked, found in kinds):
             return

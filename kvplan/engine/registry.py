@@ -41,9 +41,9 @@ _T = TypeVar("_T")
 class CacheRegistry:
     """All caches of one engine; thread-safe.
 
-    An allocated cache lives until its id, its last key and its last claim are gone. Peers reach it
-    until then. The memory returns to its pool after the last transfer and the last array. A
-    registered cache ends when it is unregistered; its memory belongs to the user.
+    An allocated cache lives until its id, its last key and its last claim are gone; without the id,
+    peers reach it only by key. Its memory returns to its pool after the last transfer and the last
+    array. A registered cache ends when it is unregistered; its memory belongs to the user.
 
     Args:
         transports: offer the caches to peers.
@@ -53,7 +53,7 @@ class CacheRegistry:
 
     Attributes:
         owner: the value of `Cache.owner` of each cache.
-        moved_leases: see `OfferedCaches`; `Leases` writes it.
+        moved_leases: see `OfferedCaches`.
     """
 
     def __init__(
@@ -123,15 +123,11 @@ class CacheRegistry:
         writable: bool | None = None,
         name: str = "",
     ) -> CacheEntry:
-        """Register the user's memory as a cache.
+        """Register the user's memory as a cache; see `CacheOperations.register_cache`.
 
         Args:
-            desc: description of the cache.
-            tensors: an address for each tensor, which must be mapped until the cache is
-                unregistered; or an array for each tensor (NumPy, DLPack, buffer), which is held.
             paged: True if blocks address the cache.
             keys: as for `allocate`.
-            remote_accessible: True if peers may reach the cache.
             writable: True if transfers may write to the cache. None: True for addresses and for
                 writable arrays.
             name: name of the memory in plans at both ends; empty: its id.
@@ -152,10 +148,7 @@ class CacheRegistry:
         return self._publish(cache_id, desc, memory, ranges, paged, keys, name=name)
 
     def deallocate(self, cache_id: int) -> None:
-        """Free an allocated cache: a paged one at once, a contiguous one after its keys are gone.
-
-        An unknown or freed id has no effect.
-        """
+        """See `CacheOperations.deallocate_cache`; an unknown or freed id has no effect."""
         with self._mutex:
             if (entry := self._entry_of(cache_id, owned=True)) is None:
                 return
@@ -169,11 +162,7 @@ class CacheRegistry:
         self._on_change()
 
     def unregister(self, cache_id: int) -> None:
-        """Remove a registered cache and its keys; an unknown id has no effect.
-
-        After this call no peer reports success for the cache, its registrations have ended, and no
-        transfer of this process touches its memory.
-        """
+        """See `CacheOperations.unregister_cache`. The registrations have ended on return."""
         ended: list[CacheEntry] = []
         try:
             with signals_deferred, self._mutex:
@@ -305,22 +294,19 @@ class CacheRegistry:
             return [(entry, entry.cache.cache_id in self._entries) for entry in living]
 
     def survey(self, look: Callable[[Mapping[int, CacheEntry]], _T]) -> _T:
-        """Return the result of `look` for the caches that peers can reach, by id.
-
-        `look` must not keep an entry, so that freed caches return their memory at once.
-        """
+        """See `OfferedCaches.survey`."""
         with self._mutex:
             now = tuple(self._entries.items())
             return look({i: entry for i, entry in now if entry.remote_accessible})
 
     def find(self, key: AnyKey) -> tuple[CacheEntry, int]:
-        """Return the cache and the slot that peers reach with `key`."""
+        """See `OfferedCaches.find`."""
         with self._mutex:
             bound = self._keys.find(key)
             return self._reached(key, bound), bound.batch_index
 
     def claim(self, key: CacheKey, holder: Hashable) -> Claim:
-        """Let `holder` pull by `key`: the cache stays, and a request's key has no other holder."""
+        """See `OfferedCaches.claim`."""
         check_type("key", key, CacheKey)
         with self._mutex:
             entry = self._reached(key, self._keys.find(key))
@@ -335,15 +321,7 @@ class CacheRegistry:
         holder: Hashable = None,
         run: Callable[[Callable[[], None]], object] = call,
     ) -> None:
-        """End a claim. A request's key is removed once it has pulled all tensors of the cache.
-
-        Args:
-            claim_id: the claim; an unknown id has no effect.
-            tensors: the completely pulled tensors; None: the pull failed.
-            holder: the holder that the claim must have, or the call has no effect; None: any.
-            run: called with a function that ends the caches which become unused, if any. The
-                function may wait for peers that write to them, so `run` may use another thread.
-        """
+        """See `OfferedCaches.release`; `holder` None: the claim may have any holder."""
         check_type("claim_id", claim_id, int)
         with self._mutex:
             if holder is not None and self._keys.holder_of(claim_id) != holder:
@@ -356,7 +334,7 @@ class CacheRegistry:
     def release_holder(
         self, holder: Hashable, *, run: Callable[[Callable[[], None]], object] = call
     ) -> None:
-        """End all claims of a holder that is gone, as failed pulls; `run` is as for `release`."""
+        """See `OfferedCaches.release_holder`."""
         with self._mutex:
             unused = []
             for claim_id in self._keys.claims_of(holder):

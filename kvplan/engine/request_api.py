@@ -35,7 +35,7 @@ class LeaseOperations(OperationRunner):
         """Lease blocks of a paged cache, or a slot of a contiguous one, to peers that pull or push.
 
         Send the lease to them (`to_bytes`, `from_bytes`). Several leases may contain the same
-        block. A lease ends with `release`, at its deadline, or when the cache is freed.
+        block. A lease ends with `release` or `moved`, at its deadline, or when the cache is freed.
 
         Args:
             cache: a cache of this engine that peers can reach.

@@ -59,7 +59,7 @@ _OTHER_KIND = {
     for verb in ("pull", "push", "copy")
     for kind, other, takes in (("cache", "blocks", "paged"), ("blocks", "cache", "contiguous"))
 }
-"""The operation that takes the other kind of cache."""
+"""The remedy in errors: the operation that takes the other kind of cache."""
 
 
 class Found(NamedTuple):

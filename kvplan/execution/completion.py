@@ -136,10 +136,7 @@ class Tracker:
         task.is_followed = True
 
     def watch(self, task: NativeTask) -> None:
-        """Let `cancel` stop a task that waits for its layers, and detect the failure of a layer.
-
-        An engine calls `track` once all layers are ready.
-        """
+        """Let `cancel` stop a task that waits for its layers, and detect the failure of a layer."""
         self._open.add(ref(task, self._open.discard))
         with suppress(LLMException):  # without a thread, the caller finds the failure
             thread = _process.thread or _process.begin()
@@ -153,7 +150,7 @@ class Tracker:
         self._cancelled = reason
         for held in list(self._open):
             if (task := held()) is not None:
-                task.cancel(reason)  # `cancel` calls `track`
+                task.cancel(reason)  # may call `track`
         # In reverse, because tasks that have not begun would begin when earlier ones end.
         for tracked in reversed(list(self._tracked)):
             tracked.task.cancel(reason)
@@ -230,7 +227,7 @@ class _Open(msgspec.Struct, eq=False):
     def on_end(self) -> None:
         """See `_Tracked.on_end`."""
         task = self.task()
-        # Finding the end lets the tracker take over, which removes this entry.
+        # `done` of an ended task lets the tracker take over, which removes this entry.
         if task is not None and not _has_ended(task):
             return
         if completion_thread().queue.forget(self.native, self) and task is not None:
@@ -245,7 +242,7 @@ def _has_ended(task: NativeTask) -> bool:
 
 
 class Readable(Protocol):
-    """An object with a descriptor, called when the descriptor is readable."""
+    """An object that reads from a descriptor when the descriptor is readable."""
 
     def fileno(self) -> int:
         """Return the descriptor."""

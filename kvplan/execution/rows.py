@@ -92,7 +92,7 @@ class RowPair(NamedTuple):
     ) -> tuple[Part, Descriptors] | None:
         """Return the part and the descriptors of a request, or None if the planner must decide.
 
-        The rows are block tables; that of a slot has its index. `name` and `place` label the part.
+        The rows are block tables, for a slot with its index. `name` and `place` label the part.
         """
         if type(src_rows) not in _TABLES or type(dst_rows) not in _TABLES:
             return None

@@ -96,9 +96,9 @@ class StoppedError(LLMException):
 class TransferTask(NativeTask):
     """The handle of a submitted plan.
 
-    Both memories live until the outcome, even if the handle does not; the plan lives as long as the
-    handle. Dropping the handle does not stop the transfer; `cancel` does. Any thread may call the
-    methods. A forked child gets a NativeError unless the outcome was found before the fork.
+    The plan and both memories live until the outcome, even if the handle does not. Dropping the
+    handle does not stop the transfer; `cancel` does. Any thread may call the methods. A forked
+    child gets a NativeError unless the outcome was found before the fork.
 
     Awaiting a task under asyncio is a `wait` that does not block the event loop; it returns None or
     raises. A cancelled await cancels the transfer, and ends when no byte is touched.

@@ -165,7 +165,7 @@ class Transfers:
     ) -> LayerTask:
         """Prepare `plan`; each layer moves when `LayerTask.ready` is called for it.
 
-        Takes the arguments of `submit`. Both memories must stay valid until the outcome.
+        Both memories must stay valid until the outcome. `submit` describes the other arguments.
 
         Args:
             on_last: as for `LayerTask`; not called if this raises.
@@ -201,7 +201,7 @@ class Transfers:
     ) -> None:
         """Submit `plan` and wait, with the calling thread copying too.
 
-        Takes the arguments of `submit` and `TransferTask.wait`.
+        The arguments are as for `submit` and `TransferTask.wait`.
 
         Raises:
             TypeError, LLMException: see `submit` and `TransferTask.wait`; LLM_FAILED: `close` has
@@ -273,7 +273,7 @@ class Transfers:
         """Return the backend (None: plain copies), the descriptors, and both memories."""
         if type(plan) is not Plan:
             check_type("plan", plan, Plan)
-        # Not isinstance, which takes 10 us for a protocol and 0.3 us for a Sequence.
+        # Not isinstance, which refuses this protocol.
         source = cast(TensorMemory, src) if hasattr(src, "addresses") else memory_of("src", src)
         target = cast(TensorMemory, dst) if hasattr(dst, "addresses") else memory_of("dst", dst)
         for given, memory in ((src, source), (dst, target)):

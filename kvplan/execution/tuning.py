@@ -1,7 +1,4 @@
-"""The choice of a copy tuning: given, stored for this kind of machine, or built in.
-
-Only `kvplan tune` (`kvplan/cli/tune/host.py`) measures and stores a tuning.
-"""
+"""The choice of a copy tuning: given, stored for this kind of machine, or built in."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ class Finding(NamedTuple):
 
     Attributes:
         tuning: the built-in tuning with the fields that were clearly better.
-        sure: False if other processes used the machine; the tuning is then the built-in one.
+        sure: False if too little could be measured; the tuning is then the built-in one.
         reasons: the comparison that decided each field, as text.
         took_ms: duration of the measurement in milliseconds.
         measured: time of the measurement, in UTC, as ISO 8601.

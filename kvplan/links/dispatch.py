@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class PeerHandler:
-    """The handler of all messages from peers. It runs in the control thread."""
+    """The handler of all messages from peers."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class PeerHandler:
             link.renewals.on_notice(body)
 
     def on_lost(self, channel: Channel, reason: str) -> None:
-        """End the link after the peer closed the channel or stayed silent for too long."""
+        """End the link of a channel that has ended."""
         link, orderly = channel.bound, channel.closed_orderly
         if not orderly and isinstance(link, PeerLink) and link.is_live and (death := link.death()):
             reason = f"{reason}: {death}"
@@ -144,7 +144,7 @@ class PeerHandler:
 
 
 class Listener:
-    """The server of an engine, with at most one address. The control thread calls its methods."""
+    """The server of an engine, with at most one address."""
 
     def __init__(self, engine: LocalEngine, transitions: Transitions, handler: Handler) -> None:
         self._engine = engine

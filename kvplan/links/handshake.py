@@ -30,7 +30,7 @@ _NOT_CONNECTED = "not connected"  # the phase before a connection exists
 _GRACE_S = 0.02  # after the deadline, so that the more precise error of a phase comes first
 
 _MIN_ACCEPTING = 16
-_DESCRIPTORS = 16  # of RLIMIT_NOFILE per accepted handshake; local needs 6, tcp 7 to 21
+_DESCRIPTORS = 16  # of RLIMIT_NOFILE per accepted handshake; local needs 6, tcp 7 to 37
 _PING_SHARE = 0.8  # of the handshake timeout; the rest is for sending the refusal
 _MAX_TIMEOUT_S = 60.0  # limit for the timeout that a peer sends
 

@@ -96,7 +96,7 @@ class Links:
         self.peers: Mapping[int, PeerLink] = self._transitions.links
 
     def observe(self, observer: Callable[[PeerLink], object]) -> None:
-        """Call `observer`, in the control thread, with each link that was linked, lost or ended."""
+        """Call `observer` with each link that was linked, was lost or ended, or failed to link."""
         self._transitions.observer = observer
 
     def start(self) -> None:
@@ -188,7 +188,7 @@ class Links:
     ) -> int:
         """Begin to link with all members of a communicator, and return its id.
 
-        All members make the same call. It warns if any process could link, or other hosts cannot.
+        All members make the same call. Warns if any process could link, or if other hosts cannot.
         """
         engine = self._engine
         members = locate_members(engine.cluster_id, cluster_rank_info, rank_table)
@@ -248,7 +248,7 @@ class Links:
             self._control.call_soon(self._publish_later)
 
     def publish_and_confirm(self, timeout_s: float) -> None:
-        """Publish changes of the registry to all peers, and wait until the peers have them."""
+        """Publish changes of the registry; wait at most `timeout_s` until the peers have them."""
         self._run(self._publish_and_confirm(timeout_s))
 
     def _run(self, task: Coroutine[Any, Any, _T]) -> _T:

@@ -75,7 +75,7 @@ class CacheEntry:
     Attributes:
         cache: Id, description and addresses.
         paged: True if the rows are blocks; None for ad-hoc memory, which may be either.
-        memory: The tensors, which stay mapped as long as something holds this object.
+        memory: The tensors.
         blocks_key: The key of a paged cache, if the cache has one.
         remote_accessible: True if peers may reach the cache.
         owned: True if the engine allocated the memory, False if the user registered it.
@@ -132,8 +132,8 @@ class OfferedCaches(Protocol):
         """Let `holder` pull by `key`. The cache stays until the claim is released.
 
         Raises:
-            LLMException: As `find`; LLM_REPEAT_REQUEST if another holder has claimed the key;
-                LLM_LINK_BUSY if this holder has too many claims.
+            LLMException: As `find`; LLM_REPEAT_REQUEST if another holder has claimed a key that
+                pulls consume; LLM_LINK_BUSY if this holder has too many claims.
         """
 
     def release(

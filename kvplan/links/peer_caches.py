@@ -32,8 +32,6 @@ _MAX_JOINED: Final = 64  # cached results of `joined_memory`
 class PeerCaches(LinkLifecycle, ABC):
     """The caches of a link's peer, and their memory.
 
-    The control thread calls `apply`, `forget` and `prepare`, and any thread the other methods.
-
     Attributes:
         instance: Id of the run of the peer's engine.
         transports: Names of the transports of the link, the preferred first.

@@ -37,7 +37,7 @@ _MAX_REQUESTS = 16  # at a time; the peer refuses more than `channel.MAX_REQUEST
 
 
 class PeerClaim:
-    """The exclusive right to pull by a key, until it is released.
+    """The right to pull by a key, until it is released.
 
     Attributes:
         cache: The cache that holds the slot.
@@ -199,7 +199,7 @@ class PeerLink(PeerCaches):
         return self._cache_of(found), found.batch_index
 
     def claim(self, key: CacheKey) -> PeerClaim:
-        """Find `key` and claim it: no other engine can pull by it until the claim is released."""
+        """Find `key` and claim it: its cache stays until the claim is released."""
         claim = Claim(key.req_id, key.prefix_id, key.model_id)
         channel = self._live_channel()
         found = self._wait_for(self._claims.claim(channel, claim))

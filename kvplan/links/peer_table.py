@@ -16,13 +16,13 @@ from kvplan.status import LLMException, invalid, not_exist, unsupported
 from kvplan.types import CacheDesc, Placement
 
 MAX_CACHES = 65536
-"""Maximum number of caches of one peer, as many as the local transport can register."""
+"""Maximum number of caches of one peer."""
 
 MAX_LEASES = 1 << 17
 """Maximum number of moved leases of one peer, as many as a transport can have."""
 
 MAX_NBYTES = 256 << 20
-"""Maximum size of all entries of one peer in messages: 4 KiB for each of MAX_CACHES."""
+"""Maximum size of the caches and moved leases of one peer: 4 KiB for each of MAX_CACHES."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,7 +237,7 @@ class Rendezvous:
             comm.arrived[link.cluster_id].set()
 
     def close(self) -> None:
-        """Close all communicators. `Transitions` ends their links."""
+        """Close all communicators."""
         for comm in list(self._communicators.values()):
             if comm.preparing is not None:
                 comm.preparing.cancel()
@@ -286,7 +286,7 @@ class Rendezvous:
         return f"cluster {cluster_id} has not listened at {endpoint}"
 
     async def _pair(self, comm: Communicator, cluster_id: int) -> None:
-        """Link with one member: wait for that member, or retry until that member listens."""
+        """Link with one member: wait for its handshake, or repeat the handshake of this side."""
         link = self._transitions.links.get(cluster_id)
         if link is not None and link.is_live and not comm.is_linked_by(link):
             raise link_failed(f"cluster {cluster_id} is linked already, but not by this name")
@@ -375,7 +375,7 @@ def meeting_point(
 ) -> Endpoint:
     """Return where `cluster_id` at location `there` listens for a member at location `here`."""
     if here.server_id == there.server_id:
-        # A name may have any length and characters, but the path of a socket must be short.
+        # A name may be long and have any characters, but the path of a socket must be short.
         name = hashlib.sha256(comm_name.encode()).hexdigest()[:16]
         return Endpoint(path=str(socket_directory(options.comm_dir) / f"{name}-{cluster_id}"))
     return Endpoint(there.server_id, options.comm_port + there.device_id)

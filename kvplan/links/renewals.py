@@ -68,7 +68,7 @@ class Renewals:
         renewable.notify_unused = self.notify_unused
 
     def request(self) -> None:
-        """Renew the connection, and wait for the result. The thread of a transfer calls this."""
+        """Renew the connection, and wait for the result."""
         try:
             self._control.run(self._renew())
         except TimeoutError:
@@ -79,7 +79,7 @@ class Renewals:
             ) from None
 
     def notify_unused(self, generation: int) -> None:
-        """Notify the peer that this side no longer uses a generation. Any thread may call this."""
+        """Notify the peer that this side no longer uses a generation."""
         with suppress(LLMException):  # the loop and the link have ended
             self._control.call_soon(self._notify, Unused(generation))
 

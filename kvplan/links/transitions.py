@@ -42,7 +42,7 @@ class Transitions:
         initiating: LINKING links whose handshake this side has begun.
         accepting: LINKING links whose handshake the peer has begun.
         errors: Error of the last failed attempt to link, by cluster id.
-        observer: Called with each link that was linked, lost or ended.
+        observer: Called with each link that was linked, was lost or ended, or failed to link.
     """
 
     def __init__(self, engine: LocalEngine) -> None:

@@ -128,7 +128,7 @@ class LinkState(Enum):
     UNLINKING = "UNLINKING"
     """Transfers cannot start; those in flight may finish."""
     BROKEN = "BROKEN"
-    """The peer is gone, or a failure ended the link. It is kept until unlinked or linked again."""
+    """The peer is gone, or a failure ended the link. At most `max_links` such links are kept."""
     CLOSED = "CLOSED"
     """The peer has ended the link on purpose, as by `finalize`. It is kept like a broken link."""
     UNLINKED = "UNLINKED"
@@ -251,9 +251,6 @@ def other_cluster(here: int, wanted: int) -> LLMException:
 
 
 def cluster_here(error: LLMException) -> int | None:
-    """Return the listening cluster that an error of `other_cluster` names, or None.
-
-    Refusals travel as text, which has not changed since the first version of the protocol.
-    """
+    """Return the listening cluster that an error of `other_cluster` names, or None."""
     found = re.search(r"cluster ([0-9]{1,20}) is here, not cluster ", str(error))
     return int(found[1]) if found else None

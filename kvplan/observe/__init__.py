@@ -75,7 +75,7 @@ def install(
 def install_from(text: str) -> Observer:
     """Observe the libraries in the value of `KVPLAN_OBSERVE`: `nixl`, or `nixl,mooncake=/folder`.
 
-    The launcher and the plugins of serving engines both call this: a repeated value has no effect.
+    A repeated value has no effect.
     """
     listed, _, folder = text.partition("=")
     names = [name.strip() for name in listed.split(",") if name.strip()]

@@ -46,11 +46,7 @@ Rest = tuple[Any, ...] | dict[str, Any]
 
 
 class Agent:
-    """Memory, lists and transfers of one agent or engine, used by one thread at a time.
-
-    The first arguments of a `kvplan.observe.calls.Note` are begin, end and error of the observed
-    call.
-    """
+    """Memory, lists and transfers of one agent or engine, used by one thread at a time."""
 
     def __init__(self, recorder: Recorder, *, sums: bool = False) -> None:
         self.recorder = recorder
@@ -92,7 +88,7 @@ class Agent:
     def deregister(self, _begin: float, _end: float, _error: str, ranges: Numbers) -> None:
         """Forget registered memory; warn if a transfer in flight uses it.
 
-        Size 0 stands for any size: Mooncake's callers give none, as its registrations are disjoint.
+        Size 0 means any size: Mooncake's callers give no size, as registrations are disjoint there.
         """
         for address, nbytes in ranges.tolist():
             keys = [key for key in self._registered if key == (address, nbytes or key[1])]

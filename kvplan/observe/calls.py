@@ -137,7 +137,7 @@ def by_handle(
     def observed(self: object, handle: object, *args: Any, **kwargs: Any) -> Any:
         begin = perf_counter()
         try:
-            # A call with starred arguments takes four times as long as one without.
+            # A call with starred arguments takes longer.
             if args or kwargs:
                 result = original(self, handle, *args, **kwargs)
             else:

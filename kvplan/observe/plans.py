@@ -180,10 +180,7 @@ def regions_of(
 def cut_alike(
     ours: Regions, here: bytes, theirs: Regions, there: bytes
 ) -> tuple[Regions, Regions] | None:
-    """Return both lists cut into tensors, if the indices of a transfer show where.
-
-    Adjacent layers in one registration have no visible border.
-    """
+    """Return both lists cut into tensors; None: the indices of a transfer do not show where."""
     if (
         len(here) < 4 * INDEX  # two rows of two layers
         or not (ours.whole and theirs.whole)

@@ -185,7 +185,7 @@ def wrap_hixl(module: ModuleType, observer: Observer) -> None:
 
 
 def _descriptors(args: _Arguments, kwargs: _Named) -> _Arguments:
-    """Return the arguments of a transfer of HIXL for `Agent.begin`."""
+    """Return the direction, the peer, the addresses and the sizes of a transfer of HIXL."""
     peer, op, copies = (
         _argument(args, kwargs, index, name)
         for index, name in enumerate(("remote_engine", "op", "op_descs"))

@@ -1,4 +1,4 @@
-"""Limits of the system: memory, threads, forked children, and the limit that caused an error."""
+"""Limits of the system, the limit that caused an error, threads, and checks of the process."""
 
 from __future__ import annotations
 

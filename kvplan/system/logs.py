@@ -15,7 +15,7 @@ class Log(logging.LoggerAdapter[logging.Logger]):
     """A logger of the standard library that reports exceptions of handlers on standard error.
 
     Handlers of the standard library do that themselves; other handlers may raise. Callers must not
-    fail here: they must return an outcome, or are threads on which others depend.
+    fail here: they return outcomes, or run in threads on which others depend.
     """
 
     def __init__(self, name: str) -> None:
@@ -32,10 +32,10 @@ class Log(logging.LoggerAdapter[logging.Logger]):
 
 
 class LimitedLog:
-    """A log of lines that peers can cause, at most one line of each kind in a second.
+    """A log of at most one line of each kind in a second, for lines that others can cause.
 
     The kind of a line is its text without arguments. Each line tells how many lines of its kind
-    were omitted before it.
+    were omitted before it, if any.
 
     Attributes:
         count: Number of lines of all kinds, logged or not.

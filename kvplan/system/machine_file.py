@@ -55,10 +55,7 @@ def model_of(fields: dict[str, str]) -> str:
 
 
 def read_machines(path: Path, version: int) -> dict[str, Any]:
-    """Return the stored values by machine; empty if the file does not exist.
-
-    The caller checks the values of this machine.
-    """
+    """Return the stored values by machine, unchecked; empty if the file does not exist."""
     try:
         descriptor = open_regular(path)
     except FileNotFoundError:

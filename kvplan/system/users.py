@@ -76,8 +76,8 @@ def state_file(name: str) -> StateFile:
     """Return the path of this user's state file.
 
     The file is in XDG_STATE_HOME, in the home, or else in the runtime directory: many containers
-    have no writable home. A program that runs as root with another user's home must not make files
-    there that the owner of the home cannot read.
+    have no writable home. Files that root makes in another user's home would not be readable for
+    that user.
     """
     given, home = os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~")  # noqa: PTH111
     base = Path(given) if Path(given).is_absolute() else Path(home) / ".local" / "state"
