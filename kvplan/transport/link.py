@@ -66,7 +66,7 @@ class Located(NamedTuple):
 
     Attributes:
         starts, sizes: The address and the size of each tensor.
-        ranges: The registrations that hold tensors, by address.
+        ranges: The registrations that hold tensors, sorted by address.
         held_by: For each tensor, the index of the range that holds it.
         known: The metadata that names the ranges.
         writable: True if a transfer may write to the tensors.
@@ -115,7 +115,7 @@ class TransportLink(ABC):
 
     @property
     def death_fd(self) -> int | None:
-        """A file descriptor that becomes readable when the peer dies or closes; None: none exists.
+        """A file descriptor that becomes readable when the peer dies; None: it does not exist.
 
         The link owns the descriptor: stop polling before `close`.
         """
@@ -363,11 +363,8 @@ class PeerMemory:
         return [*self._extra_checks, *named]
 
     def _copy(self) -> Self:
-        """Return the same memory as another object, without the fields of subclasses.
-
-        A copy of `__dict__` would take three times as long, and slow each access.
-        """
-        copy: Self = _new(type(self))
+        """Return the same memory as another object, without the fields of subclasses."""
+        copy: Self = _new(type(self))  # faster than a copy of `__dict__`
         copy.addresses = self.addresses
         copy.nbytes = self.nbytes
         copy.writable = self.writable

@@ -116,7 +116,7 @@ class BackgroundPages:
             self._wake()
 
     def add(self, arena: Arena, owner: object, *, collapse: bool = False) -> None:
-        """Prepare the existing pages of `arena`, and later the new ones, without a reference to it.
+        """Prepare the existing pages of `arena`, and later new ones, without keeping it alive.
 
         `collapse` makes huge pages of an arena of this process; otherwise pages are mapped. Beyond
         `MAX_PREMAPPED_ARENAS`, or half of `memory_limit`, nothing is prepared.

@@ -103,7 +103,7 @@ class Connections:
         self._use(0, self._peer.newest)
 
     def current(self) -> Connection:
-        """Return the connection for new transfers; raise LLMException if the link was closed."""
+        """Return the connection for new transfers; raise LLMException if the link has none."""
         current = self._current
         if current is None:
             raise self._closed_error()

@@ -42,7 +42,7 @@ class LocalTransport(Transport):
     memory alive that the user has allocated: the call then also waits for peers that read it, and
     after the warning the memory must not be freed.
 
-    Close the transport (or leave its `with` block) before the memory is freed; links stay.
+    Close the transport (or leave its `with` block) before the memory is freed.
     """
 
     name: ClassVar[str] = LocalLink.transport
@@ -71,8 +71,8 @@ class LocalTransport(Transport):
 
         Raises:
             LLMException: LLM_PARAM_INVALID: `max_registrations` is not in [1, 2**24], or `populate`
-                has another value; LLM_OUT_OF_MEMORY; LLM_FAILED: /proc cannot be read, or no
-                file descriptor is left.
+                has another value; LLM_OUT_OF_MEMORY: no memory, or no file descriptor is left;
+                LLM_FAILED: /proc cannot be read.
         """
         super().__init__()
         check_one_of("populate", populate, POPULATE)
@@ -152,7 +152,7 @@ class LocalTransport(Transport):
         self._registrations.close()
 
     def _check_reachable(self, metadata: bytes) -> None:
-        self._link_to(metadata).close()  # about 0.1 ms
+        self._link_to(metadata).close()
 
 
 def _refused(error: Exception) -> LLMException:

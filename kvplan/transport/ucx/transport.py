@@ -226,10 +226,7 @@ class UcxTransport(Transport):
 
 
 def is_unwatched(endpoint: UcxEndpoint) -> bool:
-    """Return whether a peer can write to this process after this side of the endpoint has ended.
-
-    Between processes of one host it can, since the kernel copies. RDMA refuses such writes.
-    """
+    """Return whether a peer can write to this process after this side of the endpoint has ended."""
     return endpoint.transport.startswith(("cma/", "knem/", "xpmem/"))
 
 
