@@ -1,7 +1,4 @@
-"""Base classes of links, and of tensors in the memory of a peer.
-
-This module must not depend on a particular transport.
-"""
+"""Base classes of links, and of tensors in the memory of a peer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The base class of transports; offers of caches, and lease words, over several transports.
-
-This module must not depend on a particular transport.
-"""
+"""The base class of transports; offers of caches, and lease words, over several transports."""
 
 from __future__ import annotations
 

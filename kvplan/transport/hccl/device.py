@@ -312,10 +312,7 @@ class HcclDevice:
         _LOG.warning("event=hccl_keeps device=%d reason=%s", self.device.id, error)
 
     def _pin(self, address: int, nbytes: int) -> tuple[Pinned, ...]:
-        """Pin host pages that HCCL maps when it connects, unless they are pinned already.
-
-        LLM_FEATURE_NOT_ENABLED: HCCL cannot map them, so that every connection would fail.
-        """
+        """Pin host pages that HCCL maps when it connects, unless they are pinned already."""
         native, notes = self.device.native, self.device.notes_pins
         whose = pinned_by(native, address, nbytes)
         if whose == "runtime" or (whose and notes):
