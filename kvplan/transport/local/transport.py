@@ -73,6 +73,7 @@ class LocalTransport(Transport):
             LLMException: LLM_PARAM_INVALID: `max_registrations` is not in [1, 2**24], or `populate`
                 has another value; LLM_OUT_OF_MEMORY: no memory, or no file descriptor is left;
                 LLM_FAILED: /proc cannot be read.
+            TypeError: an argument of another type.
         """
         super().__init__()
         check_one_of("populate", populate, POPULATE)
