@@ -62,7 +62,7 @@ class Common(NamedTuple):
     """Properties that the rows of two sides share, whatever tokens move.
 
     Attributes:
-        src_start, dst_start: the first byte of a token that both sides have, on each side.
+        src_start, dst_start: bytes of a token before the first one that both sides have.
         levels: the axes along which both sides step, except tokens.
         split: the axes along which tensors are split into views.
     """

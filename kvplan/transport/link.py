@@ -88,7 +88,7 @@ class TransportLink(ABC):
         way: How bytes move, for display: "rc_mlx5/mlx5_0:1".
         detects_freed: The time at which memory that the peer has deregistered is detected.
             "check": in `check` of that memory; "before": in a transfer, before it moves a byte;
-            "after": in a transfer, after its bytes, so that a writer asks the peer first.
+            "after": in a transfer, after its bytes.
         checks_every_range: True if a transfer checks all ranges of its memory; False: it checks
             each byte by its address.
         renewable: The connection, if both ends can renew it; otherwise None.
@@ -332,8 +332,8 @@ class PeerMemory:
     def reader(self) -> tuple[Peer, bytes, bool] | None:
         """Arguments of `Peer.copy`, a small read in the calling thread; None: not possible.
 
-        They are the native check of the peer, the words to check, and True for the peer's own
-        addresses, False for memory that is mapped here.
+        They are the peer, the words to check, and True for the peer's own addresses, False for
+        memory that is mapped here.
         """
         return None
 

@@ -38,9 +38,9 @@ class LocalTransport(Transport):
     reports an error. The call waits until a peer that is writing has finished a piece (about
     0.1 ms); that peer reports an error too. If a peer does not stop within 1 s (a stopped process,
     for example), its later writes by address are refused. Memory that the peer has mapped (arenas,
-    device memory) is then kept alive until the peer continues or dies. kvplan cannot keep device
-    memory alive that the user has allocated: the call then also waits for peers that read it, and
-    after the warning the memory must not be freed.
+    device memory) is then kept alive until the peer continues or dies. Memory of cuMemAlloc cannot
+    be kept alive: its deregistration also waits for peers that read it, and after the warning the
+    memory must not be freed.
 
     Close the transport (or leave its `with` block) before the memory is freed.
     """
