@@ -166,7 +166,7 @@ class HcclDevice:
         self._is_shutting = self._is_shut = False
 
     def open(self, table: RankTable, name: str, *, is_hccs: bool) -> tuple[Communicator, int]:
-        """Return a connection that binds all memory, and the highest number of its regions.
+        """Return a connection that binds all memory, and the number up to which regions are bound.
 
         Over HCCS the connection binds no host memory if the product does not transfer it. The
         caller must prepare and close the connection.
