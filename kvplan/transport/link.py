@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def no_leases(where: str) -> LLMException:
-    """Return the error of a lease that this transport cannot check: LLM_FEATURE_NOT_ENABLED."""
+    """Return the error of a lease without a word of this transport: LLM_FEATURE_NOT_ENABLED."""
     return unsupported(
         f"{where}: leases are not checked by this transport, or not those with ttl_ms; "
         "docs/how-to/leases.md says which are"
@@ -348,7 +348,7 @@ class PeerMemory:
         The error LLM_KV_CACHE_NOT_EXIST of a transfer names the lease that has ended.
 
         Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: this transport cannot check one of them;
+            LLMException: LLM_FEATURE_NOT_ENABLED: one without a word of this transport;
                 LLM_PARAM_INVALID: too many; LLM_KV_CACHE_NOT_EXIST: one that cannot exist.
         """
         raise NotImplementedError

@@ -360,7 +360,7 @@ class LeaseWords:
         self._transports = {transport.name: transport for transport in transports}
 
     def begin(self, deadline_ns: int) -> tuple[LeaseWord, ...]:
-        """Begin a lease with each transport that checks leases; `deadline_ns` 0: no deadline."""
+        """Begin a lease with each transport; `deadline_ns` 0: no deadline."""
         words: list[LeaseWord] = []
         refusal = not_exist("the engine has no transport")
         try:
