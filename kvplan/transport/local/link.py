@@ -182,10 +182,10 @@ class LocalDeviceMemory(LocalPeerMemory):
 
 
 class LocalLink(TransportLink):
-    """The link that `LocalTransport.connect` makes. The peer's Python takes no part.
+    """The link that `LocalTransport.connect` makes.
 
-    A check detects everything that happened before it: the peer's death, and deregistered ranges.
-    So a transfer between two passed checks moved the right bytes.
+    A check detects everything that happened before it: the peer's death, and ended ranges and
+    leases. So a transfer between two passed checks moved the right bytes.
 
     Attributes:
         is_to_self: True if the peer is this process, whose host memory is not mapped again.
