@@ -17,7 +17,7 @@ class Wrong:
     Attributes:
         layer: number in the model if the shard names layers, otherwise counted from the first
             layer of the cache.
-        kv: "K" or "V"; empty if the layout does not say.
+        kv: "K" or "V"; empty: unknown.
         heads: first and last wrong KV head of the model; None: unknown.
         tokens: first and last wrong token of the request; None: unknown.
         tensor, row: the place of the bytes at dst.

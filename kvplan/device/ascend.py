@@ -20,7 +20,7 @@ _BOTH: Final[frozenset[Kind]] = frozenset({"host", "device"})
 OVERRIDE: Final = "KVPLAN_ASCEND_LIBRARY"
 """Environment variable with the only place to search: a library, or the folder of a toolkit.
 
-If it is empty, no library is loaded. If it is not set, `kvnative.ascend_files` searches.
+If it is empty, no library is loaded. If it is not set, the usual places are searched.
 """
 
 

@@ -32,7 +32,7 @@ _MIB: Final = 1 << 20
 
 
 def key_of(device: Device) -> str:
-    """Return the key of stored tunings: the GPU and the driver."""
+    """Return the key of stored tunings: the GPU and the version of CUDA."""
     library = cast("CudaLibrary", device.native.library)
     return f"{device.native.name}, CUDA {library.version}"
 

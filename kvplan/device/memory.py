@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_device_of_link(side: TensorMemory, device: Device, peer: object) -> None:
-    """Refuse a local side that is not on the device of the link to `peer`.
+    """Refuse a local side on another device than that of the link to `peer`.
 
     Raises:
         LLMException: LLM_FEATURE_NOT_ENABLED.

@@ -49,11 +49,10 @@ def explain_plan(
     format: Format,  # noqa: A002
     limit: int | None,
 ) -> Iterator[str]:
-    """Return a plan as lines of text, with at most `limit` rows of each list (None: all).
+    """Return a plan as lines of text; see `Plan.explain_lines`.
 
     Several parts stand below their labels. Equal parts are shown once. A tree does not list rows
-    again that equal those of an earlier part. Arguments are checked before the first line:
-    LLM_PARAM_INVALID for another format or a limit below 1.
+    again that equal those of an earlier part.
     """
     if limit is not None and check_type("limit", limit, int) < 1:
         raise invalid(f"limit={limit} must be None or >= 1")

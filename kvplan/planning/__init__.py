@@ -1,7 +1,6 @@
 """Planning: from descriptions of caches to a `Plan`, in pure Python and NumPy.
 
-No module here uses sockets or `kvnative`, and only plans of ranges have addresses. Methods that
-show a `Plan`, and the refusal of one that no longer fits, import `inspection` when they are called.
+No module here uses sockets or `kvnative`, and only plans of ranges have addresses.
 """
 
 from kvplan.planning.part import LayerPair, Part

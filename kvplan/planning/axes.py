@@ -62,7 +62,7 @@ class Common(NamedTuple):
     """Properties that the rows of two sides share, whatever tokens move.
 
     Attributes:
-        src_start, dst_start: the first byte of a token that both sides have, on each side.
+        src_start, dst_start: bytes of a token before the first one that both sides have.
         levels: the axes along which both sides step, except tokens.
         split: the axes along which tensors are split into views.
     """
@@ -76,9 +76,9 @@ class Common(NamedTuple):
 def rows_are_alike(source: Side, target: Side, *, chunked: bool, reinterpret: bool) -> bool:
     """Return whether rows hold the same bytes in the same order; False: cut them by axes.
 
-    With `chunked`, rows may have different numbers of tokens if tokens are the outermost axis. With
-    `reinterpret`, bytes are copied whatever they mean. LLM_PARAM_INVALID: rows differ, and no
-    layout tells how.
+    With `chunked`, rows may differ in their outermost axis, if that is tokens or unknown. With
+    `reinterpret`, the meaning of bytes does not matter. LLM_PARAM_INVALID: the data types differ,
+    or rows differ and no layout tells how.
     """
     a, b = source.meaning, target.meaning
     if not a or not b:

@@ -1,7 +1,7 @@
 """The place of a part's bytes in the model: tokens, heads, layers, keys or values.
 
-Texts, pictures and `Part.origin` use these functions. Layer numbers are local, counted from the
-first layer of the cache, unless the function's name has `model`.
+Layer numbers are local, counted from the first layer of the cache, unless the function's name has
+`model`.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def one_line(part: Part) -> str:
 
 
 def rows_written(part: Part) -> int:
-    """Return the number of destination rows, or of slices if the part has no block tables."""
+    """Return the number of destination rows; without block tables, of slices, or 1 for a slot."""
     if part.tables is not None:
         return len(part.tables.dst)
-    return 1 if part.kind == "C2C" else part.num_slices  # ranges of one slot are one row
+    return 1 if part.kind == "C2C" else part.num_slices
 
 
 class RequestOrder:

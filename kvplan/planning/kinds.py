@@ -121,7 +121,7 @@ def plan_to_blocks(
     by_layer: bool,
     share: Share | None = None,
 ) -> Part:
-    """Plan B2B; if `src_blocks` has no block, C2B: the slot cut into chunks of one block.
+    """Plan B2B, or from a slot C2B: the slot is cut into chunks of one block.
 
     A `share` limits what is taken from the source.
     """

@@ -74,7 +74,7 @@ class Part:
         split: the axes inside the tensors ("layer", "kv") along which tensors are paired in
             pieces. `src_tensors` and `dst_tensors` then count the pieces, see `Side.locate`.
         reinterpret: True if rows of different meaning are copied as bytes, as the caller asked.
-        tables: the rows in the order of the request, for texts and recordings.
+        tables: the rows and tokens that move, in the order of the request.
         name: the caller's name of this transfer among several; empty for a single transfer.
         source: the position of `src` among the sources of a gather; None without a gather.
 
@@ -96,8 +96,7 @@ class Part:
     tables: BlockTables | None = None
     name: str = ""
     source: int | None = None
-    # True if whole rows move by block tables. These describe all segments then, and recordings
-    # store only the tables.
+    # True if whole rows move by block tables, which then describe all segments.
     by_rows: ClassVar[bool] = False
 
     @property

@@ -201,8 +201,8 @@ class Plan:
     ) -> str:
         """Return the plan as text: "tree" or "table", with offsets instead of addresses.
 
-        Layers, tensors and parts with equal rows are listed once. A list longer than `limit` shows
-        its first and last rows, and between them a summary of the others.
+        A tree lists layers, tensors and parts with equal rows once. A list longer than `limit`
+        shows its first and last rows, and between them a summary.
 
         Args:
             format: "tree" or "table".
@@ -210,6 +210,7 @@ class Plan:
                 counted. None: all rows; `explain_lines` yields them without one large text.
 
         Raises:
+            TypeError: `limit` is not an int.
             LLMException: LLM_PARAM_INVALID: another format, or a limit below 1.
         """
         return "\n".join(self.explain_lines(format, limit))
@@ -225,6 +226,7 @@ class Plan:
         `explain`, and are checked before the first line.
 
         Raises:
+            TypeError: `limit` is not an int.
             LLMException: LLM_PARAM_INVALID: another format, or a limit below 1.
         """
         from kvplan.inspection.explain import explain_plan
@@ -245,7 +247,7 @@ class Plan:
         """Fail unless `other` puts the same bytes into the same places, whatever its segments.
 
         Both plans must have the same labels in the same order, and caches of equal meaning and
-        size. `diff` is then "identical" or "equivalent". `==` also compares segments and options.
+        size. `==` also compares segments and options.
 
         Raises:
             TypeError: `other` is not a Plan.

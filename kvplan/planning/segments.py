@@ -54,7 +54,7 @@ class Segments:
     """A frozen table of (src offset, dst offset, nbytes), shared by every tensor pair of a part.
 
     Each column is a read-only, contiguous uint64 array of shape (n,), in bytes relative to the
-    address of the tensor. Lowering adds a base address to whole columns.
+    address of the tensor.
 
     A segment is one run of bytes, or, if there are `repeats` (outermost first), as many runs as the
     product of their counts.

@@ -117,9 +117,9 @@ class Side:
     name: str = field(default="", compare=False)
     """The cache's name in texts."""
     way: str = field(default="", compare=False)
-    """The way to a peer's cache, for texts; empty for a cache here, and in a plan that was read."""
+    """The way to a peer's cache, for texts; empty for a cache here, or if unknown."""
     cache_id: int = field(default=-1, compare=False)
-    """The cache's id in its engine, for recordings; -1: unknown, as in a plan that was read."""
+    """The cache's id in its engine; -1: unknown."""
 
     @cached_property
     def row_nbytes(self) -> int:

@@ -1,8 +1,7 @@
 """Templates: the cut of requests between two sides, for any rows and tokens.
 
-The planner makes a template once for two sides and the layers that move. From a template and the
-block tables of a request, `kvplan.execution.rows` computes the descriptors without a plan. The
-request's part of a plan is a `LoweredPart`.
+A template is made once for two sides and the layers that move. With the block tables of a request
+it determines the descriptors without a plan. The request's part of a plan is a `LoweredPart`.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Origin(NamedTuple):
         src_tensor, dst_tensor: the tensor, counted from 0.
         src_rows, dst_rows: first and last block or slot.
         src_row, dst_row: the word for these: "block" or "slot".
-        kv: "K", "V" or "K+V"; empty if the layout does not name keys and values.
+        kv: "K", "V" or "K+V"; empty: unknown.
         heads: first and last KV head of the model; None if the layout has no such axis.
         tokens: tokens of the request, each stretch as (first, last); empty if they are unknown.
         num_layers: number of layers; above 1 if a tensor that is moved whole holds several.

@@ -203,7 +203,7 @@ def _runs(
 
 def _distinct(numbers: Indices) -> Indices:
     """Return the numbers in order, each once."""
-    ordered = np.sort(numbers)  # not np.unique, whose first call imports numpy.ma: 8 ms
+    ordered = np.sort(numbers)  # not np.unique, whose first call imports numpy.ma
     return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))]
 
 

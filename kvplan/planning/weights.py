@@ -394,10 +394,7 @@ _DATA_TYPES: Final = {
 
 
 def _check_written_once(tensor_id: str, nbytes: int, parts: Sequence[Part]) -> None:
-    """Refuse parts that do not write each byte of a fragment exactly once.
-
-    Counts bytes of segments, independently of boxes.
-    """
+    """Refuse parts that do not write each byte of a fragment exactly once."""
     starts, sizes = [], []
     for part in parts:
         runs = part.segments.expanded()

@@ -1,7 +1,6 @@
 """Recordings of engines: the transfers, with time, plan and outcome, and other events.
 
-`LlmDataDist.record` writes recordings, `read` reads them: see docs/how-to/recording.md. Links,
-transports and the engine's own objects do not belong here.
+See docs/how-to/recording.md. Links, transports and the engine's own objects do not belong here.
 """
 
 from kvplan.recording.format import Header

@@ -60,7 +60,7 @@ class RotatingFile:
     def write(self, rows: Sequence[bytes], *, compress: bool) -> None:
         """Append encoded rows, in a new file if this one has no room.
 
-        An OSError closes the file, after removing a partial row if possible.
+        An OSError closes the file, after removing the rows of the failed write if possible.
         """
         batch: list[bytes] = []
         nbytes = 0

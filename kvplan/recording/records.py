@@ -262,7 +262,7 @@ def select(
     until: float | None = None,
     failed: bool = False,
 ) -> Iterator[AnyRecord]:
-    """Yield the records that meet all of these conditions.
+    """Yield the transfers and events that meet all of these conditions.
 
     Args:
         records: the records to filter.

@@ -193,7 +193,7 @@ class Recorder:
 
         Args:
             head: the fields of a `TransferRow` before its parts.
-            pair: the fields that all parts of this pair share, as in `part` of a cut of `RowPair`.
+            pair: `common`, which identifies the pair, with its `kind` and `as_bytes`.
             rows: source and destination rows; bytes hold int64.
             nbytes: bytes copied from one tensor to its pair; only C2C needs them.
             part: makes the part, for a new pair or one that is not copied as bytes.

@@ -50,7 +50,7 @@ class TensorDevice(NamedTuple):
     """The device of a tensor, as reported by its library.
 
     Attributes:
-        kind: the kind of device, by torch's name ("cuda", "npu"); empty: unknown.
+        kind: the kind of device, such as "cuda" or "npu"; empty: unknown.
         number: the number of the device in its library; None: unknown.
         text: the device, for messages.
     """

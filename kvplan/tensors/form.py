@@ -1,7 +1,7 @@
 """The form of tensors: shape, strides, type and address, for tensors of any library.
 
 The form is read from NumPy's interface, the buffer protocol, DLPack, the attributes of a torch
-tensor, or the CUDA array interface. Only NumPy is imported, and no byte of a tensor is read.
+tensor, or the CUDA array interface.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def array_form(desc: CacheDesc) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def read_form(name: str, given: Any) -> TensorForm:
-    """Return the form of the tensor `given`, which keeps the tensor alive."""
+    """Return the form of the tensor `given`; the form keeps the tensor alive."""
     if isinstance(given, np.ndarray):
         return _of_array(name, given)
     if all(callable(getattr(given, name, None)) for name in ("data_ptr", "stride", "element_size")):

@@ -1,7 +1,4 @@
-"""Registrations whose peers announce writes in a table of their own, which this process reads.
-
-Each transport passes the function that reads the table of a peer.
-"""
+"""Registrations whose peers announce writes in a table of their own, which this process reads."""
 
 from __future__ import annotations
 

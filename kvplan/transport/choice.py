@@ -36,7 +36,7 @@ _LOGGER = Log("kvplan")
 
 @dataclass(frozen=True, slots=True)
 class TransportOptions:
-    """Options of all transports, with the names of `Options`; the constructors describe them."""
+    """Options of all transports; the constructors describe them."""
 
     permit_any_peer: bool = False
     device: Device | None = None

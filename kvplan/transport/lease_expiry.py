@@ -25,8 +25,8 @@ class Deadlines(dict[_Key, int]):
     """Deadlines of keys in ns, ordered by a heap. Callers hold a lock of their own.
 
     Use `set` to add and to change. A later deadline leaves the old heap entry, which moves when its
-    time comes. So a lease that is renewed often has one entry. Entries of removed keys are dropped
-    in bulk; `set` compares with them until then, so `next_ns` counts them, too.
+    time comes. So a lease that is renewed often has one entry. Entries of removed keys stay until
+    their time comes, or until there are many; `set` and `next_ns` count them until then.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class LeaseExpiry:
 
     Args:
         end: Ends a lease by slot and generation, if it has not ended.
-        name: The name of the thread that calls `end`. The thread starts with the first deadline.
+        name: The name of the thread, which starts with the first deadline.
         clock: Returns nanoseconds that never decrease.
     """
 

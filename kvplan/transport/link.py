@@ -1,7 +1,4 @@
-"""Base classes of links, and of tensors in the memory of a peer.
-
-This module must not depend on a particular transport.
-"""
+"""Base classes of links, and of tensors in the memory of a peer."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def no_leases(where: str) -> LLMException:
-    """Return the error of a lease that this transport cannot check: LLM_FEATURE_NOT_ENABLED."""
+    """Return the error of a lease without a word of this transport: LLM_FEATURE_NOT_ENABLED."""
     return unsupported(
         f"{where}: leases are not checked by this transport, or not those with ttl_ms; "
         "docs/how-to/leases.md says which are"
@@ -66,7 +63,7 @@ class Located(NamedTuple):
 
     Attributes:
         starts, sizes: The address and the size of each tensor.
-        ranges: The registrations that hold tensors, by address.
+        ranges: The registrations that hold tensors, sorted by address.
         held_by: For each tensor, the index of the range that holds it.
         known: The metadata that names the ranges.
         writable: True if a transfer may write to the tensors.
@@ -91,7 +88,7 @@ class TransportLink(ABC):
         way: How bytes move, for display: "rc_mlx5/mlx5_0:1".
         detects_freed: The time at which memory that the peer has deregistered is detected.
             "check": in `check` of that memory; "before": in a transfer, before it moves a byte;
-            "after": in a transfer, after its bytes, so that a writer asks the peer first.
+            "after": in a transfer, after its bytes.
         checks_every_range: True if a transfer checks all ranges of its memory; False: it checks
             each byte by its address.
         renewable: The connection, if both ends can renew it; otherwise None.
@@ -115,7 +112,7 @@ class TransportLink(ABC):
 
     @property
     def death_fd(self) -> int | None:
-        """A file descriptor that becomes readable when the peer dies or closes; None: none exists.
+        """A file descriptor that becomes readable when the peer dies; None: it does not exist.
 
         The link owns the descriptor: stop polling before `close`.
         """
@@ -335,8 +332,8 @@ class PeerMemory:
     def reader(self) -> tuple[Peer, bytes, bool] | None:
         """Arguments of `Peer.copy`, a small read in the calling thread; None: not possible.
 
-        They are the native check of the peer, the words to check, and True for the peer's own
-        addresses, False for memory that is mapped here.
+        They are the peer, the words to check, and True for the peer's own addresses, False for
+        memory that is mapped here.
         """
         return None
 
@@ -351,7 +348,7 @@ class PeerMemory:
         The error LLM_KV_CACHE_NOT_EXIST of a transfer names the lease that has ended.
 
         Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: this transport cannot check one of them;
+            LLMException: LLM_FEATURE_NOT_ENABLED: one without a word of this transport;
                 LLM_PARAM_INVALID: too many; LLM_KV_CACHE_NOT_EXIST: one that cannot exist.
         """
         raise NotImplementedError
@@ -363,11 +360,8 @@ class PeerMemory:
         return [*self._extra_checks, *named]
 
     def _copy(self) -> Self:
-        """Return the same memory as another object, without the fields of subclasses.
-
-        A copy of `__dict__` would take three times as long, and slow each access.
-        """
-        copy: Self = _new(type(self))
+        """Return the same memory as another object, without the fields of subclasses."""
+        copy: Self = _new(type(self))  # faster than a copy of `__dict__`
         copy.addresses = self.addresses
         copy.nbytes = self.nbytes
         copy.writable = self.writable

@@ -1,7 +1,4 @@
-"""Metadata that processes publish to their peers: MessagePack, validated while it is read.
-
-This module has the metadata that all transports publish. Each folder has its own additions.
-"""
+"""Metadata that all transports publish to peers: MessagePack, validated while it is read."""
 
 from __future__ import annotations
 

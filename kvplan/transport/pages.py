@@ -37,7 +37,7 @@ _LONGEST_WAIT_S: Final = 10.0
 _SHARE_FOUND, _SHARE_IDLE = 5, 50
 """The shortest pause after a pass that found pages, or none, as a multiple of its duration."""
 _STOPPED_S: Final = 1.0  # timeout of waiting for the thread
-MAX_PREMAPPED_ARENAS: Final = 256  # others are mapped and populated at their first use
+MAX_PREMAPPED_ARENAS: Final = 256  # pages of others are mapped at their first use
 
 
 class _Task:
@@ -116,7 +116,7 @@ class BackgroundPages:
             self._wake()
 
     def add(self, arena: Arena, owner: object, *, collapse: bool = False) -> None:
-        """Prepare the existing pages of `arena`, and later the new ones, without a reference to it.
+        """Prepare the existing pages of `arena`, and later new ones, without keeping it alive.
 
         `collapse` makes huge pages of an arena of this process; otherwise pages are mapped. Beyond
         `MAX_PREMAPPED_ARENAS`, or half of `memory_limit`, nothing is prepared.

@@ -107,17 +107,18 @@ class Renewable(Protocol):
         """Begin another connection; return the metadata that the peer needs to use it.
 
         Raises:
-            LLMException: LLM_LINK_FAILED, with the reason. Nothing has changed.
+            LLMException: LLM_LINK_FAILED, with the reason; the status of `close` of the link, if it
+                was closed.
         """
 
     def renew(self, generation: int, *, timeout_ms: float) -> None:
         """Connect what `open` began; block until the peer does so too.
 
-        Meanwhile memory that is bound to the connection cannot be freed, and nothing can end the
-        wait. Call this when the peer has opened the connection and will call it too.
+        Meanwhile memory that is bound to the connection cannot be freed, and the wait cannot be
+        cancelled. Call this when the peer has opened the connection and will call it too.
 
         Raises:
-            LLMException: LLM_LINK_FAILED, with the reason. What `open` began is closed.
+            LLMException: as `open`. What `open` began is closed.
         """
 
     def adopt(self, generation: int, metadata: bytes) -> None:

@@ -67,7 +67,7 @@ class RangeTable(Generic[_Range]):
             & (self._writable[near] if writable else True)
             & (self._preferred[near] | (not self._preferred.any()))
         )
-        for i in np.flatnonzero(~sure).tolist():  # overlapping ranges, or an error
+        for i in np.flatnonzero(~sure).tolist():  # another range may hold it
             found[i] = self._search(i, int(starts[i]), int(sizes[i]), writable=writable)
         used = sorted(set(found.tolist()))
         return [self._ranges[k] for k in used], np.searchsorted(used, found)

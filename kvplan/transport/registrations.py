@@ -1,7 +1,4 @@
-"""Registrations and leases of this process: the base class for all transports.
-
-This module must not depend on a particular transport.
-"""
+"""Registrations and leases of this process: the base class for all transports."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The base class of transports; offers of caches, and lease words, over several transports.
-
-This module must not depend on a particular transport.
-"""
+"""The base class of transports; offers of caches, and lease words, over several transports."""
 
 from __future__ import annotations
 
@@ -75,7 +72,7 @@ class Transport(ABC):
 
         Raises:
             LLMException: LLM_PARAM_INVALID: a size that is not possible; LLM_OUT_OF_MEMORY: not
-                enough memory; LLM_FAILED: for example, no file descriptor is left.
+                enough memory, or no file descriptor is left.
         """
         self._check_open()
         return new_arena(nbytes, prefault=prefault, allow_overcommit=allow_overcommit)
@@ -117,8 +114,8 @@ class Transport(ABC):
                 contiguous, or not writable although `writable` is True; LLM_OUT_OF_MEMORY: no room
                 for another registration; LLM_FEATURE_NOT_ENABLED: the transport does not reach this
                 memory, with the reason.
-            TypeError: neither a buffer nor (address, nbytes), or a kind of memory that this
-                transport does not reach.
+            TypeError: neither a buffer nor (address, nbytes), an array of Python objects, or a kind
+                of memory that this transport does not reach.
         """
         self._check_open()
         return self._registrations.add(memory, writable=writable, keep=keep)
@@ -126,10 +123,9 @@ class Transport(ABC):
     def deregister(self, registration: AnyRegistration) -> None:
         """End a registration: from now on no transfer with it succeeds.
 
-        Waits for peers that are writing to the memory, if the transport can detect them. If a peer
-        does not stop (a stopped process, for example), the memory is quarantined, and a warning
-        names the peer. A second call waits for the same peers. Each transport's class documents
-        what its peers may still do.
+        Waits for peers that are writing, if the transport can detect them. If a peer does not stop
+        (a stopped process, for example), the memory is quarantined, with a warning. A second call
+        waits for the same peers. Each transport's class documents what its peers may still do.
 
         Raises:
             TypeError: A transport of another kind made `registration`.
@@ -178,7 +174,7 @@ class Transport(ABC):
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
         """End leases: from now on no transfer with one succeeds, and no peer writes with it.
 
-        Waits for peers that are writing, as `deregister` does, even if a lease has ended before.
+        Waits for peers that are writing, even if a lease has ended before.
 
         Raises:
             LLMException: LLM_TIMEOUT: a peer made no progress and may still write; call this again.
@@ -364,7 +360,7 @@ class LeaseWords:
         self._transports = {transport.name: transport for transport in transports}
 
     def begin(self, deadline_ns: int) -> tuple[LeaseWord, ...]:
-        """Begin a lease with each transport that checks leases; `deadline_ns` 0: no deadline."""
+        """Begin a lease with each transport; `deadline_ns` 0: no deadline."""
         words: list[LeaseWord] = []
         refusal = not_exist("the engine has no transport")
         try:

@@ -1,4 +1,4 @@
-"""Memory of Ascend devices of this host and others, by one-sided operations of HCCL.
+"""Memory of Ascend devices and of their hosts, by one-sided operations of HCCL.
 
 This transport must not use devices of other vendors.
 """

@@ -46,8 +46,8 @@ class Connection:
     Attributes:
         generation: The number of the connection.
         communicator: The communicator of HCCL.
-        newest: The highest number of a region of this process that is bound to it.
-        peer_newest: The highest number of a region of the peer that is bound to it.
+        newest: The number up to which regions of this process are bound to it.
+        peer_newest: The number up to which regions of the peer are bound to it.
     """
 
     generation: int
@@ -86,7 +86,7 @@ class Connections:
         self._current: Connection | None = None
         self._communicators: dict[int, Communicator] = {}  # not closed by this object yet
         self._opened_ever: set[Communicator] = set()  # not closed by HCCL yet
-        self._opened: dict[int, int] = {}  # newest bound region, for generations not prepared yet
+        self._opened: dict[int, int] = {}  # `newest` of generations that are not prepared yet
         self._making: set[int] = set()
         self._made: dict[int, Connection] = {}
         self._abandoned: set[int] = set()
@@ -103,7 +103,7 @@ class Connections:
         self._use(0, self._peer.newest)
 
     def current(self) -> Connection:
-        """Return the connection for new transfers; raise LLMException if the link was closed."""
+        """Return the connection for new transfers; raise LLMException if the link has none."""
         current = self._current
         if current is None:
             raise self._closed_error()

@@ -166,7 +166,7 @@ class HcclDevice:
         self._is_shutting = self._is_shut = False
 
     def open(self, table: RankTable, name: str, *, is_hccs: bool) -> tuple[Communicator, int]:
-        """Return a connection that binds all memory, and the highest number of its regions.
+        """Return a connection that binds all memory, and the number up to which regions are bound.
 
         Over HCCS the connection binds no host memory if the product does not transfer it. The
         caller must prepare and close the connection.
@@ -312,10 +312,7 @@ class HcclDevice:
         _LOG.warning("event=hccl_keeps device=%d reason=%s", self.device.id, error)
 
     def _pin(self, address: int, nbytes: int) -> tuple[Pinned, ...]:
-        """Pin host pages that HCCL maps when it connects, unless they are pinned already.
-
-        LLM_FEATURE_NOT_ENABLED: HCCL cannot map them, so that every connection would fail.
-        """
+        """Pin host pages that HCCL maps when it connects, unless they are pinned already."""
         native, notes = self.device.native, self.device.notes_pins
         whose = pinned_by(native, address, nbytes)
         if whose == "runtime" or (whose and notes):

@@ -186,7 +186,7 @@ class HcclLink(TransportLink):
         return self._connections.current()
 
     def needs_renewal(self, connection: Connection, peer_newest: int) -> bool:
-        """Return whether the connection lacks that region of the peer, or was disturbed."""
+        """Return whether the connection lacks that region, or was disturbed and can be renewed."""
         if peer_newest > connection.peer_newest:
             return True
         # An error of HCCL may have broken the connection.

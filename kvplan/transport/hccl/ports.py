@@ -1,6 +1,6 @@
 """HIXL's client/server mode: the ports of devices, the server of this process, and its address.
 
-Version 1.3 of `llm.LocalCommRes` selects the mode. The facts are in docs/internals/hixl.md.
+Version 1.3 of `llm.LocalCommRes` selects the mode, which docs/internals/hixl.md describes.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _is_client_server(local_comm_res: str) -> bool:
 
 
 def match(here: ServerAddress, there: ServerAddress) -> tuple[Port, Port] | None:
-    """Return the ports over which this end reaches the peer, its own first; None: there are none.
+    """Return the ports over which this end reaches the peer, its own first; None: no ports match.
 
     The order of preference is that of the vendor's engine.
     """

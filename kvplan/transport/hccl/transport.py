@@ -54,7 +54,7 @@ class HcclTransport(Transport):
     Close the transport before the device, and before the memory is freed.
 
     Memory may be registered several times, and so may a part of registered memory. If a part was
-    registered first, HCCL splits the memory into regions, and a tensor must lie inside one.
+    registered first, the memory has several HCCL regions, and a tensor must lie inside one.
     `deregister` does not wait for writes in flight, which may still write to the memory, or fail:
     agree with peers on the end of transfers first.
 

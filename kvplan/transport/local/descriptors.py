@@ -4,8 +4,8 @@
 Besides, memory in pieces may need more descriptors than a process can open (40 GiB in pieces of
 2 MiB: 20,480), so the owner makes them on request. It sends them over an abstract Unix socket
 (SCM_RIGHTS). A connection has one request: the token of a link (32 bytes), the number of an export
-and the index of its first piece (8 bytes each). The answer has the sizes of that piece and some
-that follow it (8 bytes each), with their descriptors; or a zero byte and the reason of a refusal.
+and the index of a piece (8 bytes each). The answer has the sizes of that piece and some that follow
+it (8 bytes each), with their descriptors; or a zero byte and the reason of a refusal.
 """
 
 from __future__ import annotations

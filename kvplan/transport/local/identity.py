@@ -71,7 +71,7 @@ def start_time(pid: int | str) -> int:
 
 
 def hold(peer: Identity) -> Peer:
-    """Open a pidfd of the process that `peer` names, so that its pid is not reused."""
+    """Open a pidfd of the process that `peer` names."""
     here = Identity.of_self()
     if peer.boot_id != here.boot_id:
         raise link_failed(

@@ -182,10 +182,10 @@ class LocalDeviceMemory(LocalPeerMemory):
 
 
 class LocalLink(TransportLink):
-    """The link that `LocalTransport.connect` makes. The peer's Python takes no part.
+    """The link that `LocalTransport.connect` makes.
 
-    A check detects everything that happened before it: the peer's death, and deregistered ranges.
-    So a transfer between two passed checks moved the right bytes.
+    A check detects everything that happened before it: the peer's death, and ended ranges and
+    leases. So a transfer between two passed checks moved the right bytes.
 
     Attributes:
         is_to_self: True if the peer is this process, whose host memory is not mapped again.
@@ -344,10 +344,7 @@ class LocalLink(TransportLink):
         self._writer = None  # memory that is in use keeps its reference
 
     def _hold(self, ranges: Sequence[Range], *, on_device: bool) -> list[Held]:
-        """Return the mappings of the ranges; empty if a range of the host is not in an arena.
-
-        A transfer has one backend, so all ranges are then reached by the peer's own addresses.
-        """
+        """Return the mappings of the ranges; empty: all are reached by the peer's own addresses."""
         if not on_device and any(memory.arena is None for memory in ranges):
             return []
         held = []
@@ -380,7 +377,7 @@ class LocalLink(TransportLink):
         self.check_ranges([memory], words_of([memory]))
 
     def _probe(self) -> None:
-        """Raise LLMException if the system refuses process_vm_readv and process_vm_writev."""
+        """Raise LLMException if the system refuses process_vm_readv."""
         if self._can_reach_registered:
             return
         try:

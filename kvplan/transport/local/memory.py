@@ -245,7 +245,7 @@ class PeerAllocations:
             if is_lack(error):
                 raise
             if refused_with is not None:
-                raise refused_with from None  # its remedy works without the peer
+                raise refused_with from None  # `refused` adds advice to it
             self._check_link()
             raise unsupported(f"{self._of_pieces}: {reason_of(error)}") from error
 

@@ -114,7 +114,7 @@ class Metadata(PeerMetadata, frozen=True, tag="kvplan.local 9"):
         generations: Its generation table.
         writers: Its writer table.
         ranges: The registered memory.
-        device: UUID of the device whose memory it shares: 32 hexadecimal digits; empty: none.
+        device: UUID of the device whose memory is shared: 32 hexadecimal digits; empty: none.
         descriptors: Name of the abstract socket that sends descriptors of that memory.
     """
 

@@ -38,11 +38,11 @@ class LocalTransport(Transport):
     reports an error. The call waits until a peer that is writing has finished a piece (about
     0.1 ms); that peer reports an error too. If a peer does not stop within 1 s (a stopped process,
     for example), its later writes by address are refused. Memory that the peer has mapped (arenas,
-    device memory) is then kept alive until the peer continues or dies. kvplan cannot keep device
-    memory alive that the user has allocated: the call then also waits for peers that read it, and
-    after the warning the memory must not be freed.
+    device memory) is then kept alive until the peer continues or dies. Memory of cuMemAlloc cannot
+    be kept alive: its deregistration also waits for peers that read it, and after the warning the
+    memory must not be freed.
 
-    Close the transport (or leave its `with` block) before the memory is freed; links stay.
+    Close the transport (or leave its `with` block) before the memory is freed.
     """
 
     name: ClassVar[str] = LocalLink.transport
@@ -71,8 +71,9 @@ class LocalTransport(Transport):
 
         Raises:
             LLMException: LLM_PARAM_INVALID: `max_registrations` is not in [1, 2**24], or `populate`
-                has another value; LLM_OUT_OF_MEMORY; LLM_FAILED: /proc cannot be read, or no
-                file descriptor is left.
+                has another value; LLM_OUT_OF_MEMORY: no memory, or no file descriptor is left;
+                LLM_FAILED: /proc cannot be read.
+            TypeError: an argument of another type.
         """
         super().__init__()
         check_one_of("populate", populate, POPULATE)
@@ -152,7 +153,7 @@ class LocalTransport(Transport):
         self._registrations.close()
 
     def _check_reachable(self, metadata: bytes) -> None:
-        self._link_to(metadata).close()  # about 0.1 ms
+        self._link_to(metadata).close()
 
 
 def _refused(error: Exception) -> LLMException:

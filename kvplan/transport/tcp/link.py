@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.lease import BlockLease
 
-_STRIPE_NBYTES: Final = 1 << 20  # minimum per connection, which moves that in 0.3 ms
+_STRIPE_NBYTES: Final = 1 << 20  # minimum per connection
 
 
 class TcpPeerMemory(PeerMemory):
@@ -68,7 +68,7 @@ class TcpPeerMemory(PeerMemory):
         return made
 
     def check(self, tensors: range | None = None) -> None:
-        """See `PeerMemory.check`. A transfer itself checks that it runs in the link's process."""
+        """See `PeerMemory.check`."""
         if not self._link.native.is_up:
             self._link.check()  # raises, unless the link is just being closed
 

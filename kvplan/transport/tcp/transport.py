@@ -248,7 +248,7 @@ def _congestion(name: str) -> Iterator[SocketOption]:
 
 
 def _busy_poll(us: int) -> Iterator[SocketOption]:
-    """Yield the option that polls for so many microseconds; refuse a time that is not permitted."""
+    """Yield the option that polls for `us` microseconds; refuse a time that is not permitted."""
     check_range("busy_poll_us", us, 0, MAX_BUSY_POLL_US)
     if us:
         option = (socket.SOL_SOCKET, _SO_BUSY_POLL, us)

@@ -21,7 +21,6 @@ OVERRIDE: Final = "KVPLAN_UCX_LIBRARY"
 folder of an installation. Empty: UCX is not used."""
 
 NAME: Final = "libucp.so.0"
-"""The name of the library. It loads libucs, libuct and libucm from its own folder."""
 
 _WHEEL: Final = "libucx"
 """The package that the wheel libucx-cu12 (the extra `ucx`) and its siblings install."""
@@ -186,7 +185,7 @@ def check_settings(name: str, value: object) -> str:
 def read_settings(name: str, text: str) -> dict[str, str]:
     """Return the settings in a JSON object such as {"UCX_TLS": "rc"}.
 
-    UCX itself refuses unknown settings when it is loaded.
+    UCX itself refuses unknown settings.
 
     Raises:
         LLMException: LLM_PARAM_INVALID.

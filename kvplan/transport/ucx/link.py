@@ -30,7 +30,7 @@ class UcxPeerMemory(PeerMemory):
     def __init__(self, link: UcxLink, located: Located) -> None:
         super().__init__(link, located)
         self._known: Sequence[Metadata] = located.known  # metadata that names the ranges
-        # Backends without extra checks; those of `_backends` have them.
+        # Backends without extra checks; `_backends` adds them.
         self._plain: dict[tuple[Direction, bool], Backend] = {}
         self._backends: dict[tuple[Direction, bool], Backend] = {}
 

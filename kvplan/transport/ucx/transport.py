@@ -179,16 +179,14 @@ class UcxTransport(Transport):
             self._endpoints[endpoint] = peer.instance
 
     def _tickets_of(self, endpoint: UcxEndpoint) -> Tickets | None:
-        """Return the writes of a peer to this process; None: they cannot be read now.
-
-        No write arrives over a failed endpoint, unless another endpoint observes the peer.
-        """
+        """Return the writes of a peer to this process; None: they cannot be read now."""
         tag = tag_of(self._instance)
         try:
             return endpoint.writing(tag, _READ_TIMEOUT_MS)
         except UcxError as error:
             if error.status == KVN_TIMEOUT:
                 return None
+        # The endpoint has failed: the peer may still write only if another endpoint observes it.
         with self._mutex:
             observed = self._observed.get(self._endpoints.get(endpoint, ""))
         if observed is None or observed is endpoint:
@@ -226,10 +224,7 @@ class UcxTransport(Transport):
 
 
 def is_unwatched(endpoint: UcxEndpoint) -> bool:
-    """Return whether a peer can write to this process after this side of the endpoint has ended.
-
-    Between processes of one host it can, since the kernel copies. RDMA refuses such writes.
-    """
+    """Return whether a peer can write to this process after this side of the endpoint has ended."""
     return endpoint.transport.startswith(("cma/", "knem/", "xpmem/"))
 
 
