@@ -30,7 +30,7 @@ from kvplan.device.memory import DeviceMemory
 from tests.ascend.simulator import Log
 from tests.cuda.side import Other, Side, Whose, pattern
 from tests.cuda_sim.simulator import CudaControls
-from tests.device.engines import DEVICE, contents
+from tests.device.engines import DEVICE, HOST, contents
 from tests.support.refusals import refused
 
 BLOCKS, BLOCK = 4096, 256
@@ -273,6 +273,42 @@ class TestEnginesOfOneProcess:
                     two[1].pull_blocks(BlocksCacheKey(1), here, [0], [3])
         finally:
             cuda_simulator.set("cuda_peers", 1)
+
+    @pytest.mark.parametrize(("transport", "taken"), [("auto", "local+tcp"), ("local", "local")])
+    @pytest.mark.parametrize("links", ["cuda", "none"])
+    def test_an_engine_without_a_gpu(
+        self, cuda_simulator: CudaControls, links: str, transport: str, taken: str
+    ) -> None:
+        """Memory of a peer's GPU is reached over tcp, whichever end makes the link."""
+        with ExitStack() as held:
+            engines = {}
+            for number, accelerator in enumerate(("cuda", "none"), 1):
+                engine = engines[accelerator] = LlmDataDist(number, LlmRole.MIX)
+                held.enter_context(engine).initialize(
+                    Options(
+                        accelerator=accelerator,
+                        transport=transport,
+                        listen_ip_info="127.0.0.1:0",
+                    )
+                )
+            listens = engines["none" if links == "cuda" else "cuda"]
+            assert listens.listen_address is not None
+            cluster = ClusterInfo(listens.cluster_id, listens.listen_address)
+            engines[links].link_clusters([cluster]).raise_for_status()
+            assert engines["none"].links()[0].transport == taken
+            there = engines["cuda"].allocate_blocks_cache(DEVICE, BlocksCacheKey(1))
+            engines["cuda"].write_cache(there, contents(1))
+            here = engines["none"].allocate_blocks_cache(HOST)
+            if taken == "local":
+                with refused("LLM_FEATURE_NOT_ENABLED", "no device that could reach it"):
+                    engines["none"].pull_blocks(BlocksCacheKey(1), here, [0, 5], [3, 4])
+            else:
+                engines["none"].pull_blocks(BlocksCacheKey(1), here, [0, 5], [3, 4])
+                assert np.array_equal(engines["none"].arrays(here)[1][3], contents(1)[1][0])
+                engines["none"].push_blocks(here, BlocksCacheKey(1), [4], [2])
+                found = engines["cuda"].arrays(there, copy=True)
+                assert np.array_equal(found[1][2], contents(1)[1][5])
+        gc.collect()
 
     def test_two_slices_of_one_card_are_two_gpus(self, cuda_simulator: CudaControls) -> None:
         """MIG: both have the UUID of the card, and each one of its own."""

@@ -230,8 +230,11 @@ class LocalLink(TransportLink):
         generations = metadata.generations
         try:
             self.process.attach(generations.fd, generations.inode, generations.num_slots)
-            if self._allocations is not None and metadata.device:
-                self.lacks |= self._allocations.lacks()
+            if metadata.device:
+                known = self._allocations
+                self.lacks |= (
+                    {"device": self._no_device("a GPU")} if known is None else known.lacks()
+                )
             try:
                 self._probe()
             except LLMException as error:
@@ -367,11 +370,14 @@ class LocalLink(TransportLink):
         if memory.allocation is None:
             raise mixed_places(self.peer)
         if self._allocations is None:
-            raise unsupported(
-                f"{self.peer} has {memory}, and this process has no device that could reach it "
-                "(kvplan.accelerator)"
-            )
+            raise unsupported(self._no_device(str(memory)))
         return self._allocations.hold(memory, lambda: self._check_range(memory))
+
+    def _no_device(self, what: str) -> str:
+        return (
+            f"{self.peer} has {what}, and this process has no device that could reach it "
+            "(kvplan.accelerator)"
+        )
 
     def _check_range(self, memory: Range) -> None:
         self.check_ranges([memory], words_of([memory]))
