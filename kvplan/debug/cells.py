@@ -178,8 +178,8 @@ def _same_bits(a: Bytes, b: Bytes) -> NDArray[np.bool_]:
     return np.asarray(left[:, 0] == right[:, 0] if left.shape[1] == 1 else (left == right).all(1))
 
 
-def comparison(part: Part, atol: float) -> Same:
-    """Return a function that compares cells of shape (n, bytes); its result has shape (n,)."""
+def comparison(part: Part, unit: int, atol: float) -> Same:
+    """Return a function that compares cells of shape (n, unit); its result has shape (n,)."""
     if not atol:
         return _same_bits
     data_type = part.dst.data_type
@@ -187,6 +187,8 @@ def comparison(part: Part, atol: float) -> Same:
         name = "opaque rows" if data_type is None else data_type.name
         allowed = ", ".join(dtype.name for dtype in _FLOATS)
         raise invalid(f"atol={atol} must be 0 for {name}; other values are for {allowed}")
+    if unit * 8 % data_type.bits:
+        raise invalid(f"atol={atol} must be 0: the plan moves, or rows begin at, parts of elements")
 
     def values(cells: Bytes) -> NDArray[np.float64]:
         raw = np.ascontiguousarray(cells).view(_FLOATS[data_type])

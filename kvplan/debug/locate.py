@@ -74,7 +74,7 @@ def locate(
             should[placed_part.dst_tensor :],
             does[placed_part.dst_tensor :],
             None if read is None else read[placed_part.src_tensor :],
-            comparison(placed_part.part, atol),
+            atol,
         )
         for placed_part in placed
     ]
@@ -120,7 +120,11 @@ def _placed(plan: object) -> list[PlacedPart]:
 
 
 def _compare(
-    part: Part, expected: list[Bytes], found: list[Bytes], source: list[Bytes] | None, same: Same
+    part: Part,
+    expected: list[Bytes],
+    found: list[Bytes],
+    source: list[Bytes] | None,
+    atol: float,
 ) -> Difference:
     """Compare the tensors of one part, which are the first of each list."""
     dst = Coordinates(part, "dst")
@@ -129,9 +133,12 @@ def _compare(
     numbers = (runs.src_offsets, runs.dst_offsets, runs.nbytes)
     unit = math.gcd(
         dst.cell_nbytes,
+        part.dst.tensor_nbytes,
+        part.dst.stride,
         *(int(np.gcd.reduce(distances)) for distances in numbers),
         *(start for _, start in places),
     )
+    same = comparison(part, unit, atol)
     starts = (runs.dst_offsets // np.uint64(unit)).astype(np.int64)
     ends = starts + (runs.nbytes // np.uint64(unit)).astype(np.int64)
     wrong_nbytes = elsewhere = 0

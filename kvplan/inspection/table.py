@@ -76,7 +76,7 @@ class _Table:
         """
         pairs, n = self.part.num_tensor_pairs, self._per_pair
         src, dst, _ = self.part.segments.runs_at(np.arange(n))
-        far = {int(src.argmax()), int(dst.argmax()), n - 1}
+        far = {int(src.argmax()), int(dst.argmax()), n - 1} if n else set()
         others = (pair * n + run for pair in range(1, pairs) for run in far)
         return self.widths(
             chain(

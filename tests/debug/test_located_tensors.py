@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvplan
 from kvplan import (
@@ -120,6 +123,35 @@ def test_layers_have_their_numbers_in_the_model() -> None:
     assert (first.layer, first.heads) == (11, (7, 7))
 
 
+@given(
+    rows=st.integers(1, 4),
+    gap=st.integers(0, 40),
+    form=st.sampled_from(["NHD", "HND", "block head token"]),
+    data_type=st.sampled_from([DataType.DT_INT8, DataType.DT_INT4, DataType.DT_FLOAT16]),
+    data=st.data(),
+)
+def test_each_wrong_byte_is_found_wherever_rows_begin(
+    rows: int, gap: int, form: str, data_type: DataType, data: st.DataObject
+) -> None:
+    """Rows lie apart by any number of bytes, so few begin at a multiple of what the plan moves."""
+    shape = (rows, 2, 2, 8)[: 3 if form == "block head token" else 4]
+    packed = CacheDesc(1, shape, data_type, kv_tensor_format=form)
+    desc = replace(packed, row_stride=packed.tensor_nbytes // rows + gap)
+    chosen = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, unique=True))
+    plan = kvplan.plan(Transfer(Rows(desc, chosen), Rows(desc, chosen)), local="dst")
+    right = [np.zeros(desc.tensor_nbytes, np.uint8)]
+    at = data.draw(st.integers(0, desc.tensor_nbytes - 1))
+    wrong = [right[0].copy()]
+    wrong[0][at] = 1
+    (found,) = locate(right, wrong, plan).differences
+    row, within = divmod(at, packed.tensor_nbytes // rows + gap)
+    is_moved = row in chosen and within < packed.tensor_nbytes // rows
+    assert bool(found.wrong_nbytes) is is_moved
+    assert bool(found.elsewhere_nbytes) is not is_moved
+    if is_moved:
+        assert found.rows == (row,)
+
+
 def test_tensors_that_do_not_fit_the_plan_are_refused() -> None:
     plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     right = filled(NHD, 1)
@@ -144,6 +176,12 @@ def test_tensors_that_do_not_fit_the_plan_are_refused() -> None:
             kvplan.plan(Transfer(Rows(numbers, SRC), Rows(numbers, DST)), local="dst"),
             atol=0.5,
         )
+    slots = CacheDesc(1, (2, 64), DataType.DT_FLOAT16)
+    cut = kvplan.plan(Transfer(Rows(slots, slot=0), Rows(slots, slot=0), nbytes=7), local="dst")
+    whole = [np.zeros(slots.shape, np.float16)]
+    with refused("LLM_PARAM_INVALID", "atol=0.5 must be 0: the plan moves, .* parts of elements"):
+        locate(whole, whole, cut, atol=0.5)
+    assert not locate(whole, whole, cut)
 
 
 class Exported:

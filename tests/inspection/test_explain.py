@@ -346,6 +346,20 @@ def test_refusals(kwargs, message: str) -> None:  # type: ignore[no-untyped-def]
         PUSH.explain(**kwargs)
 
 
+def test_a_plan_that_moves_nothing() -> None:
+    """Each tensor has its line, and the table has its head."""
+    plan = kvplan.plan(Transfer(Rows(BLOCKS, []), Rows(BLOCKS, [])), local="dst")
+    lines = plan.explain().splitlines()
+    assert lines[-4:] == [
+        "|-- layer 0 -> 0   desc [0:0)   0 B",
+        "|   |-- tensor 0 -> 0   nothing",
+        "|   `-- tensor 1 -> 1   same blocks",
+        "`-- layer 1 -> 1   desc [0:0)   0 B   same blocks",
+    ]
+    assert plan.explain("table").splitlines()[-1].split()[:2] == ["#", "layer"]
+    assert plan.explain("table", limit=None) == plan.explain("table")
+
+
 @pytest.mark.parametrize("limit", ["1", 1.0, True])
 def test_a_limit_is_an_int(limit: object) -> None:
     with pytest.raises(TypeError, match=f"limit={limit!r}"):
