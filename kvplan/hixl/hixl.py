@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, SupportsIndex, TypeVar, cast
 
 from kvnative._ranges import TransferOpDesc, address_columns
 from kvnative._signals import Mutex, signals_deferred
-from kvplan.addressed.engine import REFUSALS, Request
+from kvplan.addressed.engine import REFUSALS
 from kvplan.addressed.names import peer_endpoint
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.ranges import AddressRanges
@@ -327,13 +327,7 @@ class Hixl:
         running.requests.check_room()
         with running.use(remote_engine, _AUTO_CONNECT_MS) as cluster:
             ranges = AddressRanges(cluster, *columns, _DIRECTIONS[op])
-            task = running.datadist.submit(ranges)
-            try:
-                request = Request(task, ranges, remote_engine, op.name, given.user_data)
-                return SUCCESS, running.requests.add(request)
-            except BaseException:  # an interrupt: no number names the request
-                task.cancel()
-                raise
+            return SUCCESS, running.submit(ranges, remote_engine, op.name, given.user_data)
 
     @_returns_status(TransferStatus.FAILED)
     def get_transfer_status(self, req_id: int) -> tuple[int, TransferStatus]:
