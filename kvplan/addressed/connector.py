@@ -41,7 +41,8 @@ class Connector:
 
         Args:
             remote_engine: its name.
-            states: states of the engine: task waiting, task running, after success, after failure.
+            states: states of the engine: task waiting, task running, after success, after failure;
+                None: the engine has no state.
             run: the task; returns True on success.
         """
         with self._mutex:
@@ -62,7 +63,7 @@ class Connector:
             task = _Task(states, run)
             queue.append(task)
             self._waiting += 1
-            self._states[remote_engine] = task.states[0]
+            self._note(remote_engine, task.states[0])
 
     def states(self) -> dict[str, Any]:
         """Return the state of the last task of each remote engine."""
@@ -103,7 +104,7 @@ class Connector:
                 task = queue.popleft()
                 self._waiting -= 1
                 if not queue:
-                    self._states[remote_engine] = task.states[1]
+                    self._note(remote_engine, task.states[1])
             has_succeeded = False
             try:
                 has_succeeded = task.run()
@@ -111,4 +112,9 @@ class Connector:
                 self._log.exception("connecting with %s in the background", remote_engine)
             with self._mutex:
                 if not queue:  # otherwise the state is that of a later task
-                    self._states[remote_engine] = task.states[2 if has_succeeded else 3]
+                    self._note(remote_engine, task.states[2 if has_succeeded else 3])
+
+    def _note(self, remote_engine: str, state: Any) -> None:
+        self._states[remote_engine] = state
+        if state is None:
+            del self._states[remote_engine]

@@ -266,7 +266,7 @@ class Hixl:
 
     @_returns_status({})
     def get_all_async_connect_status(self) -> tuple[int, dict[str, AsyncConnectStatus]]:
-        """Return the state of each engine that a task was for; see `get_async_connect_status`."""
+        """Return the states of engines that tasks were for, without those that one has left."""
         running = self._initialized()
         states = running.connector.states()
         return SUCCESS, {name: running.async_status(name, states) for name in states}
