@@ -31,7 +31,7 @@ MAX_LINES = {
     "nixl": 1755,
     "observe": 1645,
     "planning": 5690,
-    "recording": 1702,
+    "recording": 1703,
     "run": 364,
     "serving": 2901,
     "system": 476,

@@ -225,12 +225,8 @@ def test_one_of_two_recorders_that_begin_at_once_is_refused(tmp_path, monkeypatc
         with monkeypatch.context() as patched:
             for name in calls:
                 patched.setattr(os, name, begins(getattr(os, name)))
-            try:
-                first = recorder(path, files=3)
-            except LLMException as error:
-                assert "another engine records to it" in str(error)
-            else:
-                others.append(first)
+            with suppress(LLMException):
+                others.append(recorder(path, files=3))
         was_reached = left[0] <= 0
         (only,) = others
         with only:
