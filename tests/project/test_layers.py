@@ -19,7 +19,7 @@ MAX_LINES = {
     "cli": 3802,
     "control": 3614,
     "debug": 780,
-    "device": 1245,
+    "device": 1246,
     "engine": 8191,
     "execution": 3108,
     "hixl": 1093,
