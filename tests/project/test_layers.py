@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 MAX_LINES = {
     "addressed": 788,
     "cli": 3802,
-    "control": 3614,
+    "control": 3616,
     "debug": 780,
     "device": 1246,
     "engine": 8191,
