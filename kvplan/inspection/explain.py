@@ -322,8 +322,6 @@ def _tree(part: Part, limit: int | None, same_as: str) -> Iterator[str]:
     name = f"{'|--' if others else '`--'} {_tensor_text(part, 0, 1)}   "
     under = ("|" if others else " ").ljust(len(name))
     segments = [f"same {part.dst.row}s as {same_as}"] if same_as else None
-    if not per_layer:
-        segments = [f"no {part.dst.row}s"]
     for line in segments or _segment_lines(part, limit, WIDTH - len(trunk) - len(name)):
         yield f"{trunk}{name}{line}"
         name = under

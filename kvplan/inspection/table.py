@@ -75,8 +75,6 @@ class _Table:
         with the highest offset at src, at dst, and with the highest number.
         """
         pairs, n = self.part.num_tensor_pairs, self._per_pair
-        if not n:
-            return self.widths(())
         src, dst, _ = self.part.segments.runs_at(np.arange(n))
         far = {int(src.argmax()), int(dst.argmax()), n - 1}
         others = (pair * n + run for pair in range(1, pairs) for run in far)

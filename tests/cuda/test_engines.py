@@ -294,22 +294,6 @@ def test_two_engines_of_one_process(
     )
 
 
-def test_an_engine_without_a_device_reaches_memory_of_a_gpu(cuda_simulator: CudaControls) -> None:
-    """Over the next transport, which copies at the owner; local needs a device at both ends."""
-    with (
-        engine_on(cuda_simulator, 3, transport="auto", listen_ip_info="127.0.0.1:0") as owner,
-        LlmDataDist(5, LlmRole.MIX) as user,
-    ):
-        user.initialize(Options(accelerator="none"))
-        assert owner.listen_address is not None
-        user.link_clusters([ClusterInfo(2, owner.listen_address)]).raise_for_status()
-        owner.write_cache(owner.allocate_blocks_cache(DEVICE, BlocksCacheKey(2, 1)), contents(1))
-        here = user.allocate_blocks_cache(HOST)
-        user.pull_blocks(BlocksCacheKey(2, 1), here, [1, 2], [3, 4])
-        for array, content in zip(user.arrays(here), contents(1), strict=True):
-            assert np.array_equal(array[[3, 4]], content[[1, 2]])
-
-
 def test_a_context_of_its_own(cuda_simulator: CudaControls) -> None:
     """What kvplan allocates works as before; the program's memory is refused, by name."""
     before = cuda_simulator.contexts()

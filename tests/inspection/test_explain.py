@@ -17,7 +17,6 @@ from kvplan import (
     Plan,
     RemoteCache,
     Rows,
-    Shard,
     Transfer,
 )
 from kvplan.planning.texts import nbytes_text
@@ -135,18 +134,6 @@ def test_table_of_a_push_of_layers() -> None:
 7    5>1    11>3      9>2  t11+0x240000  t3+0x80000   262144
 """,
     )
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_plan_of_no_rows(layers: int) -> None:
-    """An empty block table is a request like any other."""
-    desc = CacheDesc(2 * layers, (16, 8, 64), DataType.DT_FLOAT16, shard=Shard(num_layers=layers))
-    nothing = kvplan.plan(Transfer(Rows(desc, []), Rows(desc, [])), local="dst")
-    (head,) = nothing.explain("table").splitlines()
-    assert head.split() == ["#", "layer", "tensor", "blocks", "local", "remote", "nbytes"]
-    text = nothing.explain()
-    assert "tensor 0 -> 0   no blocks" in text
-    assert "`-- tensor 1 -> 1   same blocks" in text
 
 
 def test_table_is_cut_at_the_limit() -> None:

@@ -23,7 +23,7 @@ MAX_LINES = {
     "engine": 8193,
     "execution": 3108,
     "hixl": 1093,
-    "inspection": 2000,
+    "inspection": 1996,
     "kvplan": 1659,
     "links": 3968,
     "llm_datadist": 3820,
@@ -37,7 +37,7 @@ MAX_LINES = {
     "system": 476,
     "tensors": 1093,
     "testing": 473,
-    "transport": 8019,
+    "transport": 8016,
     "vllm": 2091,
 }
 """Lines of each room. Only a commit that says why may raise one."""

@@ -230,11 +230,8 @@ class LocalLink(TransportLink):
         generations = metadata.generations
         try:
             self.process.attach(generations.fd, generations.inode, generations.num_slots)
-            if metadata.device:
-                why = "is not reached: this process has no device (kvplan.accelerator)"
-                without: dict[Kind, str] = {"device": f"memory of the GPU of {metadata} {why}"}
-                known = self._allocations
-                self.lacks |= without if known is None else known.lacks()
+            if self._allocations is not None and metadata.device:
+                self.lacks |= self._allocations.lacks()
             try:
                 self._probe()
             except LLMException as error:
