@@ -39,7 +39,7 @@ class Communicator:
         *,
         traffic_class: int | None = None,
         service_level: int | None = None,
-        max_batch: int = 256,
+        max_batch: int | None = None,
         peer: HixlPeer | None = None,
     ) -> None: ...
     name: Final[str]

@@ -101,13 +101,14 @@ cdef class Communicator:
         name: 1 to 127 bytes, the same at both ends and unique on the device.
         traffic_class: RDMA traffic class, 0 to 255, or None for HCCL's choice.
         service_level: RDMA service level, 0 to 7, or None for HCCL's choice.
-        max_batch: descriptors of one operation: 256 on A2 and A3, 64 on 950, 128 over HIXL.
+        max_batch: descriptors of one operation: 256 on A2 and A3, 64 on 950, 128 over HIXL. None:
+            256, or 128 over HIXL.
         peer: needed by HIXL's library, which uses neither the table nor the ranks.
     """
 
     def __init__(self, HcclLibrary library not None, Device device not None,
                  str rank_table not None, int rank, int remote_rank, str name not None, *,
-                 traffic_class=None, service_level=None, int max_batch=256, peer=None):
+                 traffic_class=None, service_level=None, max_batch=None, peer=None):
         cdef kvn_communicator_options options
         cdef kvn_hixl_peer hixl
         cdef kvn_failure failure
@@ -117,8 +118,10 @@ cdef class Communicator:
         if rank < 0 or remote_rank < 0 or rank == remote_rank:
             raise ValueError(f"rank is {rank} and remote_rank {remote_rank}; they must be two"
                              f" numbers >= 0")
-        if not 1 <= max_batch <= KVN_HCCL_MAX_BATCH:
-            raise ValueError(f"max_batch is {max_batch}; it must be in [1, {KVN_HCCL_MAX_BATCH}]")
+        cdef int most = KVN_HCCL_MAX_BATCH if peer is None else KVN_CLIENT_MAX_OPERATIONS
+        options.max_batch = most if max_batch is None else max_batch
+        if not 1 <= options.max_batch <= most:
+            raise ValueError(f"max_batch is {max_batch}; it must be in [1, {most}]")
         check_device(device)
         if library.hccl.is_client_server is not (peer is not None):
             raise TypeError(f"peer is {peer!r} for {library}; HIXL needs one, HCCL has none")
@@ -136,7 +139,6 @@ cdef class Communicator:
         options.remote_rank = remote_rank
         options.traffic_class = optional_number("traffic_class", traffic_class, 255)
         options.service_level = optional_number("service_level", service_level, 7)
-        options.max_batch = max_batch
         self.library = library
         self.device = device
         self.bound = []

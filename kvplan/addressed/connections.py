@@ -14,7 +14,7 @@ from threading import get_ident
 from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
-from kvnative._signals import Condition, Mutex
+from kvnative._signals import Condition, Mutex, signals_deferred
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.datadist import LlmDataDist
@@ -173,7 +173,7 @@ class Connections:
         with self._one_call(remote_engine, str(self._where(remote_engine)[0]), timeout_ms):
             cluster_id = self.cluster_of(remote_engine)
             self.receive()  # a message may say that the peer uses the link
-            names = self._names_of(cluster_id)
+            names = self._names_of(cluster_id)  # that are to stay
             try:
                 self._forget(cluster_id)  # first: calls from here on do not find the engine
                 self._wait_for_calls(cluster_id, deadline)
@@ -184,19 +184,20 @@ class Connections:
                     self._leave(remote_engine, link, deadline)
                 else:
                     self._unlink(cluster_id, deadline)
+                names = {}
             except LLMException as error:
                 code = error.status_code
-                if code is LLMStatusCode.LLM_LINK_BUSY:
-                    self._restore(names)
+                if code is not LLMStatusCode.LLM_LINK_BUSY:
+                    names = {}
                 if code in (LLMStatusCode.LLM_LINK_BUSY, LLMStatusCode.LLM_UNLINK_FAILED):
                     timeout = LLMStatusCode.LLM_TIMEOUT
                     raise LLMException(error.args[0], status_code=timeout) from None
                 if code not in (_NOT_LINKED, LLMStatusCode.LLM_LINK_FAILED):
                     raise
                 self._log.info("disconnect: %s was already gone: %s", remote_engine, error)
-            except BaseException:
-                self._restore(names)
-                raise
+            finally:
+                with signals_deferred, self._mutex:
+                    self._connected |= names
 
     def _wait_for_calls(self, cluster_id: int, deadline: float) -> None:
         """Wait for calls of other threads with a cluster; raise LLM_LINK_BUSY at the deadline."""
@@ -347,11 +348,6 @@ class Connections:
         """Forget a connection that could not be ended; its name may be another engine's now."""
         if (found := self._connected.get(remote_engine)) is not None:
             self._forget(found.cluster_id)
-
-    def _restore(self, names: dict[str, _Connection]) -> None:
-        """Undo `_forget`."""
-        with self._mutex:
-            self._connected |= names
 
     @contextmanager
     def _one_call(self, remote_engine: str, address: str, timeout_ms: int) -> Iterator[None]:

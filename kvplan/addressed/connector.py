@@ -14,7 +14,8 @@ from kvplan.system.logs import Log
 
 
 class _Task(NamedTuple):
-    states: Sequence[Any]  # of the engine: task waiting, running, after success, after failure
+    # Of the engine: task waiting, running, after success, after failure; None: no state.
+    states: Sequence[Any]
     run: Callable[[], bool]  # returns True on success
 
 
@@ -56,7 +57,7 @@ class Connector:
             task = _Task(states, run)
             queue.append(task)
             self._waiting += 1
-            self._states[remote_engine] = task.states[0]
+            self._note(remote_engine, task.states[0])
 
     def states(self) -> dict[str, Any]:
         """Return the state of the last task of each remote engine."""
@@ -97,7 +98,7 @@ class Connector:
                 task = queue.popleft()
                 self._waiting -= 1
                 if not queue:
-                    self._states[remote_engine] = task.states[1]
+                    self._note(remote_engine, task.states[1])
             has_succeeded = False
             try:
                 has_succeeded = task.run()
@@ -105,4 +106,10 @@ class Connector:
                 self._log.exception("connecting with %s in the background", remote_engine)
             with self._mutex:
                 if not queue:  # otherwise the state is that of a later task
-                    self._states[remote_engine] = task.states[2 if has_succeeded else 3]
+                    self._note(remote_engine, task.states[2 if has_succeeded else 3])
+
+    def _note(self, remote_engine: str, state: Any) -> None:
+        if state is None:
+            self._states.pop(remote_engine, None)
+        else:
+            self._states[remote_engine] = state

@@ -161,6 +161,17 @@ class AddressedEngine:
             keep(datadist.submit(ranges, **options))
         return True
 
+    def submit(
+        self, ranges: AddressRanges, remote_engine: str, operation: str, data: Any = None
+    ) -> int:
+        """Begin a transfer, and return the number of its request."""
+        task = self.datadist.submit(ranges)
+        try:
+            return self.requests.add(Request(task, ranges, remote_engine, operation, data))
+        except BaseException:  # an interrupt: no number names the request
+            task.cancel()
+            raise
+
     def first_address(self, cluster_id: int) -> int:
         """Return the address of the first memory that a peer has registered; 0: none."""
         link = self.datadist._running().links.get(cluster_id)

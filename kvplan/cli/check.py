@@ -48,10 +48,10 @@ def check(
 ) -> ExitCode:
     """Check a file: a plan, or a placement of weights.
 
-    FILE is a plan of any version, or Mooncake's WeightPlacementManifest as JSON; - is stdin. With
-    --from the reshard from SOURCE is planned, and each byte of FILE's participants must be written
-    exactly once. Exits with 0 if everything holds, with 1 if something does not, and with 2 if a
-    file cannot be read. See docs/reference/plan-format.md.
+    FILE is a plan, or Mooncake's WeightPlacementManifest as JSON; - is stdin. With --from the
+    reshard from SOURCE is planned, and each byte of FILE's participants must be written exactly
+    once. Exits with 0 if everything holds, with 1 if something does not, and with 2 if a file
+    cannot be read. See docs/reference/plan-format.md.
     """
     if schema:
         text = resources.files("kvplan.planning").joinpath("plan.schema.json").read_text("utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import resource
 import socket
@@ -245,7 +246,8 @@ def _is_abandoned(path: Path) -> bool:
     except FileNotFoundError:
         return False
     with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(str(path)) != 0
+        probe.setblocking(False)  # the queue of a stopped process may be full
+        return probe.connect_ex(str(path)) == errno.ECONNREFUSED
 
 
 async def connect(

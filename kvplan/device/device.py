@@ -188,16 +188,16 @@ class Device:
                 )
 
     def check_host(self, name: str, address: int) -> None:
-        """Refuse an address in memory of a device; memory of another context is not recognized.
+        """Refuse an address in memory of a device; Ascend does not recognize other contexts'.
 
         Raises:
             LLMException: LLM_PARAM_INVALID; an error of the library.
         """
         kind, device_id = self._locate(address)
-        if kind == "device":
+        if kind in ("device", "foreign"):
+            where = _WHERE[kind] if kind == "foreign" else f"memory of device {device_id}"
             raise invalid(
-                f"{name} at {address:#x} is memory of device {device_id}, but placement=HOST needs "
-                "host memory"
+                f"{name} at {address:#x} is {where}, but placement=HOST needs host memory"
             )
 
     def read(self, address: int, buffer: Buffer | NDArray[Any]) -> None:

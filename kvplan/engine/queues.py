@@ -82,7 +82,7 @@ class PollableQueue(Generic[_T]):
             left = None if end is None else (end - perf_counter()) * 1000
             if left is not None and left <= 0:
                 break
-            poll.poll(left)
+            poll.poll(left and min(left, 2**31 - 1))  # longer waits in turns
             self._settle()
         return bool(self._items)
 

@@ -139,8 +139,7 @@ class RangeOperation(Operation):
         """Find the memory of the ranges; sort and lower the ranges."""
         ranges, pulls = self._ranges, self._ranges.direction == "pull"
         link = None if self._is_own else self._linked("ranges", ranges, ranges.cluster_id)
-        # Assumes that the peer's last published registrations are valid. The transfer fails if they
-        # are not, and then the peer is asked.
+        # Assume that what the peer has published last is valid; if that fails, the peer is asked.
         self.speculated = not self.retried
         try:
             return self._prepare(link, ranges, pulls)

@@ -24,6 +24,7 @@ from kvplan.engine.runner import OperationRunner, PlanEvent
 from kvplan.engine.shares import Pair, shares_of
 from kvplan.execution.gather_task import GatherTask, LayerGatherTask
 from kvplan.execution.memory import revocation
+from kvplan.links.renewals import NotRenewed
 from kvplan.planning.planned import check_plan
 from kvplan.planning.planner import check_transfers
 from kvplan.planning.transfer import AnyRequest, Planned, Rows, Transfer
@@ -128,8 +129,9 @@ class TransferOperations(OperationRunner):
                     task.cancel()
                     raise
                 return
+            prepared = None
             while not operation.done:
-                self._execute(operation, operation.prepare())
+                prepared = self._execute(operation, prepared or operation.prepare())
 
     @overload
     def submit(
@@ -216,8 +218,8 @@ class TransferOperations(OperationRunner):
         with operation:
             return cast("LayerTask", self._submit(operation, operation.prepare()))
 
-    def _execute(self, operation: Operation, prepared: Prepared) -> None:
-        """Execute a prepared transfer; the caller prepares it again until `operation.done`."""
+    def _execute(self, operation: Operation, prepared: Prepared) -> Prepared | None:
+        """Execute a transfer; until `operation.done` the caller executes the result or prepares."""
         plan, src, dst, descriptors = prepared
         engine, operation.plan = operation.engine, plan
         if engine.reinterpret or self._hooks or operation.verify_every:
@@ -230,6 +232,8 @@ class TransferOperations(OperationRunner):
         try:
             engine.transfers.execute(plan, src, dst, left_ms, descriptors)
         except LLMException as error:
+            if isinstance(error, NotRenewed) and operation.left_ms():
+                return prepared
             if revocation((src, dst)) or not operation.asks_again(error):
                 raise
         else:
@@ -238,6 +242,7 @@ class TransferOperations(OperationRunner):
             operation.done = True
             if operation.notifies:
                 operation.send_notification()
+        return None
 
     def _submit(self, operation: _Operation, prepared: Prepared) -> TransferTask:
         """Submit a prepared transfer; `operation` ends with the task."""

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, SupportsIndex, TypeVar, cast
 
 from kvnative._ranges import TransferOpDesc, address_columns
 from kvnative._signals import Mutex, signals_deferred
-from kvplan.addressed.engine import REFUSALS, Request
+from kvplan.addressed.engine import REFUSALS
 from kvplan.addressed.names import peer_endpoint
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.ranges import AddressRanges
@@ -263,7 +263,7 @@ class Hixl:
 
     @_returns_status({})
     def get_all_async_connect_status(self) -> tuple[int, dict[str, AsyncConnectStatus]]:
-        """Return the state of each engine that a task was for; see `get_async_connect_status`."""
+        """Return the states of engines that tasks were for, without those that one has left."""
         running = self._initialized()
         states = running.connector.states()
         return SUCCESS, {name: running.async_status(name, states) for name in states}
@@ -324,13 +324,7 @@ class Hixl:
         running.requests.check_room()
         with running.use(remote_engine, _AUTO_CONNECT_MS) as cluster:
             ranges = AddressRanges(cluster, *columns, _DIRECTIONS[op])
-            task = running.datadist.submit(ranges)
-            try:
-                request = Request(task, ranges, remote_engine, op.name, given.user_data)
-                return SUCCESS, running.requests.add(request)
-            except BaseException:  # an interrupt: no number names the request
-                task.cancel()
-                raise
+            return SUCCESS, running.submit(ranges, remote_engine, op.name, given.user_data)
 
     @_returns_status(TransferStatus.FAILED)
     def get_transfer_status(self, req_id: int) -> tuple[int, TransferStatus]:

@@ -41,7 +41,7 @@ CONNECT_STATES: Final = (
 DISCONNECT_STATES: Final = (
     AsyncConnectStatus.DISCONNECT_PENDING,
     AsyncConnectStatus.DISCONNECTING,
-    AsyncConnectStatus.NOT_CONNECT,
+    None,
     AsyncConnectStatus.NOT_CONNECT,
 )
 

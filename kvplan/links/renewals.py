@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import MAX_TEXT, Body, Renew, Renewed, Unused
-from kvplan.status import LLMException, link_failed, timed_out
+from kvplan.status import LLMException, LLMStatusCode, link_failed
 from kvplan.system.logs import LimitedLog, Log
 
 if TYPE_CHECKING:
@@ -26,6 +26,10 @@ _LOG = Log("kvplan")
 _PEER_LOG = LimitedLog(_LOG)
 _MAX_ATTEMPTS = 4  # at a time, without abandoned ones
 _RENEWAL_S = 30.0  # for the peer to join, and to connect; a caller waits at most `wait_s`
+
+
+class NotRenewed(LLMException):
+    """LLM_TIMEOUT of a renewal that continues. Nothing has moved."""
 
 
 class _Attempt:
@@ -68,14 +72,15 @@ class Renewals:
         renewable.notify_unused = self.notify_unused
 
     def request(self) -> None:
-        """Renew the connection, and wait for the result."""
+        """Renew the connection, and wait for the result; raise NotRenewed."""
         try:
             self._control.run(self._renew())
         except TimeoutError:
-            raise timed_out(
+            raise NotRenewed(
                 f"the connection to cluster {self._link.cluster_id} does not reach memory that was "
                 f"registered later, and was not renewed within {self._wait_s * 1000:g} ms; the "
-                "renewal continues: try again"
+                "renewal continues: try again",
+                status_code=LLMStatusCode.LLM_TIMEOUT,
             ) from None
 
     def notify_unused(self, generation: int) -> None:

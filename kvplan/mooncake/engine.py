@@ -15,7 +15,7 @@ from functools import wraps
 from typing import Any, ClassVar, Concatenate, Final, ParamSpec
 
 from kvnative._signals import Mutex, signals_deferred
-from kvplan.addressed.engine import REFUSALS, AddressedEngine, Request
+from kvplan.addressed.engine import REFUSALS, AddressedEngine
 from kvplan.addressed.names import split_name, where_named
 from kvplan.engine.option_sources import configured
 from kvplan.engine.options import Options
@@ -422,13 +422,8 @@ class TransferEngine:
         engine.requests.check_room()
         deadline = time.monotonic() + timeout_ms(columns[2]) / 1000
         ranges = AddressRanges(self._cluster(target_hostname), *columns, direction_of(opcode))
-        task = engine.datadist.submit(ranges)
-        try:
-            text = f"{opcode.name} of {len(ranges)} ranges"
-            return engine.requests.add(Request(task, ranges, target_hostname, text, deadline))
-        except BaseException:  # an interrupt: no number names the batch
-            task.cancel()
-            raise
+        text = f"{opcode.name} of {len(ranges)} ranges"
+        return engine.submit(ranges, target_hostname, text, deadline)
 
     @_returns_status()
     def get_batch_transfer_status(self, batch_ids: Sequence[int]) -> int:

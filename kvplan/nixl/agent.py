@@ -241,7 +241,7 @@ class Agent:
             regions = Regions(f"agent {name!r}", found.regions)
             self._remotes[name] = _Remote(found.instance, address, regions)
         if known is None:
-            self._connector.submit(name, range(4), lambda: self._connect(name))
+            self._connector.submit(name, [None] * 4, lambda: self._connect(name))
         return name.encode()
 
     def _connect(self, name: str) -> bool:

@@ -176,7 +176,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         with transfer.posting:
             try:
                 return self._posted(reqh, transfer, notif_msg)
-            finally:  # released or removed by another thread, or a signal handler
+            finally:  # removed by another thread, or released by a signal handler
                 is_known = transfer.agent == self.name or transfer.agent in self._remotes
                 if reqh not in self._transfers or not is_known:
                     self._stop(transfer, "the transfer was released, or its agent removed")
@@ -262,10 +262,10 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
 
     def releaseXferReq(self, reqh: int) -> nixl_status_t:  # noqa: N802
         """Stop and forget a transfer; on return none of its bytes moves. Idempotent."""
-        transfer = self._transfers.pop(reqh, None)
-        if transfer is not None:
+        if (transfer := self._transfers.get(reqh)) is not None:
             with transfer.posting:
                 self._stop(transfer, "the transfer was released")
+                self._transfers.pop(reqh, None)  # last: until then others find it, and wait
         return _SUCCESS
 
     def _stop(self, transfer: _Transfer, reason: str) -> None:

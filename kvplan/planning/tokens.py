@@ -38,14 +38,17 @@ class BlockTables(NamedTuple):
     def of_leases(
         self, source: Side, target: Side, src_blocks: object, dst_blocks: object
     ) -> BlockTables:
-        """Drop blocks of leases (`RequestBlocks`) whose tokens the other table cannot hold."""
-        src, dst = self.src, self.dst
+        """Drop blocks of leases (`RequestBlocks`) whose tokens the other table cannot hold.
+
+        Blocks of `num_tokens` stay: the other table is the one that is refused.
+        """
+        src, dst, needed = self.src, self.dst, self.num_tokens or 0
         src_size, dst_size = source.extent("token"), target.extent("token")
         if type(src_blocks) is RequestBlocks:
-            most = room(target, len(dst), self.dst_token) + self.src_token
+            most = max(room(target, len(dst), self.dst_token), needed) + self.src_token
             src = src[: -(-source.spread.count(most) // src_size)]
         if type(dst_blocks) is RequestBlocks:
-            most = room(source, len(src), self.src_token) + self.dst_token
+            most = max(room(source, len(src), self.src_token), needed) + self.dst_token
             dst = dst[: -(-target.spread.count(most) // dst_size)]
         return self._replace(src=src, dst=dst)
 

@@ -78,9 +78,7 @@ class RotatingFile:
         """Close the file. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            with suppress(OSError):  # unlock even if a forked child keeps the file open
-                fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
+            _close(fd)
 
     def leave_to_parent(self) -> None:
         """Close the file in a forked child; the parent keeps the lock."""
@@ -110,34 +108,42 @@ class RotatingFile:
         try:
             if fd >= 0 and not _lock(fd):
                 raise invalid(f"path={self.path}: another engine records to it")
-            self._begin()
+            self._begin(fd)
         finally:
             if fd >= 0:
                 os.close(fd)
 
     def _rotate(self) -> None:
-        self.close()
+        full, self._fd = self._fd, -1
         self._number += 1
-        self._begin()
+        try:
+            self._begin(full)
+        finally:
+            _close(full)
 
     def _names(self) -> list[Path]:
         """Return the names of the files, and one for the oldest until the next file has begun."""
         numbered = (Path(f"{self.path}.{number}") for number in range(1, self._files))
         return [self.path, *numbered, Path(f"{self.path}.oldest")]
 
-    def _begin(self) -> None:
-        """Rename each file to the next name, begin a file, and remove the oldest one."""
+    def _begin(self, locked: int) -> None:
+        """Rename each file to the next name, begin a file, and remove the oldest one.
+
+        Nothing is renamed unless the file at the path is the `locked` one: another recorder may
+        have begun since, or may begin meanwhile.
+        """
         names = self._names()
         renamed: list[tuple[Path, Path]] = []
         try:
-            for old, new in reversed([*pairwise(names)]):
+            for old, new in reversed([*pairwise(names)]) if _is_at(locked, self.path) else ():
                 if old.exists():
                     old.rename(new)
                     renamed.append((old, new))
             self._open()
         except BaseException:
             for old, new in reversed(renamed):
-                new.rename(old)
+                if not old.exists():
+                    new.rename(old)
             raise
         names[-1].unlink(missing_ok=True)
 
@@ -173,6 +179,20 @@ def _opened(path: Path) -> int:
     if not is_ours:
         raise invalid(f"path={path} exists and is not a recording")
     return fd
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Return whether an open file is the one at a path."""
+    try:
+        return fd >= 0 and os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _close(fd: int) -> None:
+    with suppress(OSError):  # unlock even if a forked child keeps the file open
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def _lock(fd: int) -> bool:

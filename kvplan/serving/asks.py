@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Final
 
 from kvplan.serving.book import LeaseBook, NotYetError
-from kvplan.serving.messages import MAX_REASON, Ask, Handle, Message, Refusal, grants
+from kvplan.serving.messages import MAX_PARTS, MAX_REASON, Ask, Handle, Message, Refusal, grants
 from kvplan.serving.pusher import MAX_GOAL_NBYTES, PART_NBYTES, Goal, Pusher
 from kvplan.serving.tables import GroupLease, encode_leases
 from kvplan.serving.tasks import ExchangeOptions, PeerThreads, Tasks
@@ -164,8 +164,12 @@ class Asks:
             pushed = await self._threads.run(
                 cluster_id, self._pusher.settle, cluster_id, ask.number, ask.transfer
             )
-        leased = encode_leases(leases)
-        await self._send(cluster_id, grants(ask.number, handle.value, pushed, leased))
+        answer = grants(ask.number, handle.value, pushed, encode_leases(leases))
+        if len(answer) > MAX_PARTS:
+            reason = f"its leases need {len(answer)} messages; at most {MAX_PARTS} are sent"
+            self._refuse(cluster_id, ask.number, reason)
+            return
+        await self._send(cluster_id, answer)
 
     def _whole(self, cluster_id: int, ask: Ask) -> bytes | None:
         """Take a part of a goal; return the goal after its last part, otherwise None."""

@@ -93,8 +93,8 @@ def pieces_of(rows: _Numbers) -> _Numbers:
 
 def _checked(descriptors: ArrayLike) -> _Numbers:
     given = np.asarray(descriptors)
-    if given.dtype.kind not in "iu" and given.size:
-        raise TypeError(f"descriptors={shown(descriptors)} must hold int, not {given.dtype}")
+    if (dtype := given.dtype).kind not in "iu" and given.size:  # float64: a list with 2**63
+        raise TypeError(f"descriptors={shown(descriptors)} must hold int below 2**63, not {dtype}")
     if given.size == 0:
         return np.zeros((0, 5), np.uint64)
     if given.ndim != 2 or given.shape[1] != 5:

@@ -8,9 +8,10 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvnative._signals import Condition
-from kvplan.status import LLMException, not_exist
+from kvplan.status import LLMException
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
+from kvplan.transport.registrations import lease_ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,7 +105,7 @@ class LeaseExpiry:
         """Change the deadline of a lease; LLM_KV_CACHE_NOT_EXIST: the lease has ended."""
         with self._changed:
             if (slot, generation) not in self._deadlines:
-                raise not_exist("the lease has expired: release it")
+                raise lease_ended()
             self.add(slot, generation, deadline_ns)
 
     def forget(self, slot: int, generation: int) -> None:

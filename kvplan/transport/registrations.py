@@ -23,7 +23,7 @@ from typing import (
 )
 
 from kvnative._signals import Condition, Mutex
-from kvplan.status import LLMException, LLMStatusCode, invalid, timed_out
+from kvplan.status import LLMException, LLMStatusCode, invalid, not_exist, timed_out
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import LimitedLog, Log
 from kvplan.transport.host_memory import Releasable, released_if_refused
@@ -227,9 +227,7 @@ class Registrations(ABC, Generic[_Range, _Holder]):
             try:
                 return self._slots.take(True, deadline_ns=deadline_ns)
             except MemoryError as error:
-                raise self._full(
-                    f"all {MAX_LEASES} leases are in use: release a lease first"
-                ) from error
+                raise self._full(f"{error}: release a lease first") from error
 
     @abstractmethod
     def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
@@ -313,6 +311,11 @@ def still_written(late: LateWriters) -> LLMException:
         f"{WRITER_TIMEOUT_S:g} s (is it stopped, or cut off, or does its GPU copy that much?): do "
         "not use the blocks again before the write or the link has ended"
     )
+
+
+def lease_ended() -> LLMException:
+    """Return the error of a lease that cannot be renewed: LLM_KV_CACHE_NOT_EXIST."""
+    return not_exist("the lease has ended or expired: release it")
 
 
 def transport_closed() -> LLMException:

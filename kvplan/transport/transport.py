@@ -165,8 +165,7 @@ class Transport(ABC):
         """Change the deadline of a lease that was made with a deadline and has not ended.
 
         Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: the lease has expired, and a thread of the
-                transport has ended it.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: the lease has ended.
         """
         self._check_open()
         self._registrations.renew_lease(slot, generation, deadline_ns)

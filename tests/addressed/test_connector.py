@@ -71,11 +71,14 @@ class Tasks(RuleBasedStateMachine):
         if name in self.waiting:  # the next one of the same engine, whoever waits
             self.next_begins(name)
         else:
-            ended = AsyncConnectStatus.NOT_CONNECT
+            done = outcome is True
             if connects:
-                done = outcome is True
                 ended = AsyncConnectStatus.CONNECTED if done else AsyncConnectStatus.CONNECT_FAILED
-            self.states[name] = ended
+                self.states[name] = ended
+            elif done:
+                del self.states[name]
+            else:
+                self.states[name] = AsyncConnectStatus.NOT_CONNECT
             if self.waiting:
                 self.next_begins(next(iter(self.waiting)))
             else:

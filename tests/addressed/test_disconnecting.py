@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+
+import pytest
 
 from kvplan import LlmDataDist, LLMException, LLMStatusCode
 from kvplan.addressed.connections import Connections
@@ -75,6 +78,21 @@ def interrupted() -> int:
     return interrupts.place
 
 
+def refused_and_interrupted() -> int:
+    """Interrupt a `disconnect` whose link is busy at each place: the engine stays connected."""
+    interrupts, goes_on = Interrupts("/kvplan/addressed/"), True
+    while goes_on:
+        connections = connections_of(Engine())
+
+        def disconnect(connections: Connections = connections) -> None:
+            with suppress(LLMException):
+                connections.disconnect(NAME, 1000)
+
+        goes_on = interrupts.call(disconnect)
+        assert connections.cluster_of(NAME) == CLUSTER
+    return interrupts.place
+
+
 def test_a_call_of_the_same_thread_is_not_waited_for() -> None:
     """An exception that a handler keeps may keep the call."""
     engine = Shared()
@@ -84,8 +102,9 @@ def test_a_call_of_the_same_thread_is_not_waited_for() -> None:
     assert engine.is_left
 
 
-def test_a_disconnect_that_was_interrupted_can_be_repeated() -> None:
-    code = "from tests.addressed.test_disconnecting import interrupted; print(interrupted())"
+@pytest.mark.parametrize("name", ["interrupted", "refused_and_interrupted"])
+def test_a_disconnect_that_was_interrupted_can_be_repeated(name: str) -> None:
+    code = f"from tests.addressed.test_disconnecting import {name} as run; print(run())"
     done = forked.python(code, imported=("tests.addressed.test_disconnecting",))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20

@@ -16,11 +16,14 @@ from kvnative._backend import (
     KVN_TIMEOUT,
     KVN_UNSUPPORTED,
 )
+from kvnative._hccl import HixlPeer
+from kvnative._hccl_memory import ENDPOINT_NBYTES
 from tests.ascend.hccl_ends import A2, A950, Ends, ends_on
 from tests.support.peer import RemoteError
 
 NBYTES = 1 << 16
 BIND_950 = "HcclRegisterMem"  # which registers too
+OVER_HIXL = HixlPeer(bytes(ENDPOINT_NBYTES), bytes(ENDPOINT_NBYTES), "127.0.0.1", 1)
 
 
 module_ends = ends_on(A2, A950)
@@ -118,6 +121,7 @@ def test_pinned_host_memory(ends: Ends) -> None:
         ({"service_level": 8}, "service_level is 8; it must be None or in [0, 7]"),
         ({"max_batch": 257}, "max_batch is 257; it must be in [1, 256]"),
         ({"max_batch": 0}, "max_batch is 0; it must be in [1, 256]"),
+        ({"max_batch": 129, "peer": OVER_HIXL}, "max_batch is 129; it must be in [1, 128]"),
         ({"name": ""}, "name is 0 bytes long; it must be 1 to 127"),
         ({"name": "n" * 128}, "name is 128 bytes long; it must be 1 to 127"),
         ({"rank": 1}, "rank is 1 and remote_rank 1; they must be two numbers >= 0"),

@@ -17,6 +17,8 @@ from kvplan import (
     Transfer,
 )
 from tests.ascend.simulator import Controls, Log
+from tests.datadist.conftest import MakeEngine
+from tests.datadist.conftest import link as connect
 from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (4, 4096), DataType.DT_INT32)
@@ -72,6 +74,20 @@ def test_a_transfer_on_the_connection_before_ends_well(
     slow.wait(DEADLINE_S * 1000)
     for array, expected in zip(user.arrays(mine), owner.arrays(theirs), strict=True):
         np.testing.assert_array_equal(array[0], expected[0])
+
+
+def test_a_renewal_may_take_as_long_as_the_call(make_engine: MakeEngine) -> None:
+    """The option limits calls without a timeout of their own."""
+    owner = make_engine(1, listen=True)
+    user = make_engine(2, SyncKvCacheWaitTime="1")
+    connect(user, owner)
+    theirs, mine = owner.allocate_cache(DESC), user.allocate_cache(DESC)
+    for array in owner.arrays(theirs):
+        array[...] = 5
+    while not user.links()[0].caches:  # otherwise the peer is asked, which has the same limit
+        pass
+    user.pull_cache(CacheKeyByIdAndIndex(1, theirs.cache_id, 0), mine, timeout_ms=DEADLINE_S * 1000)
+    assert all((array[0] == 5).all() for array in user.arrays(mine))
 
 
 def test_no_side_prepares_a_connection_that_the_other_cannot_open(

@@ -29,6 +29,7 @@ from kvplan import (
 )
 from kvplan.lease import LeaseWord
 from kvplan.transport.hccl.link import HcclLink, HcclPeerMemory
+from kvplan.transport.hccl.metadata import MAX_SLOTS
 from kvplan.transport.registrations import MAX_LEASES
 from tests.ascend.hccl_side import DEADLINE_S, PULL, PUSH, TENSOR, Side, link_both
 from tests.ascend.hccl_sides import MakeSide
@@ -142,6 +143,23 @@ def test_forged_leases_are_refused(user: LlmDataDist, lease: BlockLease) -> None
     with refused("LLM_FEATURE_NOT_ENABLED", "leases are not checked"):
         pull(user, replace(lease, words=()), cache)
     pull(user, lease, cache)  # the link is as good as before
+
+
+def test_a_table_with_room_for_few_leases_says_how_many(make_side: MakeSide) -> None:
+    transport = make_side(0, max_registrations=MAX_SLOTS - 2).transport
+    held = [transport.begin_lease() for _ in range(2)]
+    with refused("LLM_OUT_OF_MEMORY", "all 2 leases are taken: release a lease first"):
+        transport.begin_lease()
+    transport.end_leases(held)
+
+
+def test_a_lease_that_has_ended_is_not_renewed(one: Side) -> None:
+    later_ns = time.monotonic_ns() + 3600 * 10**9
+    ended = one.transport.begin_lease(later_ns)
+    one.transport.end_leases([ended])
+    one.transport.begin_lease(later_ns)
+    with refused("LLM_KV_CACHE_NOT_EXIST", "the lease has ended"):
+        one.transport.renew_lease(*ended, later_ns)
 
 
 def test_slots(one: Side) -> None:

@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,32 @@ def test_the_path_of_a_dead_server_is_taken_over_and_of_a_live_one_not(
     with pytest.raises(LLMException, match="Address already in use"):
         listen(loop, f"ipc://{path}")
     assert ask(loop, Endpoint(path=str(path))) == Synced(1)
+
+
+@pytest.mark.parametrize("kind", ["SOCK_DGRAM", "SOCK_SEQPACKET", "SOCK_STREAM"])
+def test_the_path_of_another_program_is_left_alone(
+    loop: ControlLoop, tmp_path: Path, kind: str
+) -> None:
+    """Even if it takes no connection of this kind, or its queue is full: nothing waits for it."""
+    path = tmp_path / "socket"
+    with ExitStack() as opened, ThreadPoolExecutor(1) as threads:
+        other = opened.enter_context(socket.socket(socket.AF_UNIX, getattr(socket, kind)))
+        other.bind(str(path))
+        if kind != "SOCK_DGRAM":
+            other.listen(0)
+        while kind == "SOCK_STREAM":
+            waiting = opened.enter_context(socket.socket(socket.AF_UNIX))
+            waiting.setblocking(False)
+            if waiting.connect_ex(str(path)):
+                break
+        inode = path.stat().st_ino
+        listening = threads.submit(listen, loop, f"ipc://{path}")
+        try:
+            with pytest.raises(LLMException, match="Address already in use"):
+                listening.result(DEADLINE_S)
+            assert path.stat().st_ino == inode
+        finally:
+            opened.close()  # ends a call that waits
 
 
 def test_a_listen_that_fails_is_reported_with_the_reason(loop: ControlLoop) -> None:

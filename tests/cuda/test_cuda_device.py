@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from kvplan.device.cuda import CudaDevice, restrictions
 from tests.ascend.simulator import Log
 from tests.cuda_sim.cuda_library import Cuda
 from tests.cuda_sim.simulator import LIBRARY, CudaControls, found
+from tests.support.refusals import refused
 
 PAGE = mmap.PAGESIZE
 GRANULE = 2 << 20
@@ -168,6 +170,12 @@ def test_in_its_own_the_programs_memory_is_foreign(
     assert own.locate(mine.address) == ("device", 3)
     own.write(mine.address, b"kv")
     del mine, own
+    with (
+        closing(CudaDevice(3, CudaLibrary.load(context="own"))) as device,
+        refused("LLM_PARAM_INVALID", "tensor 0 at .* is device memory of another context in this"),
+    ):
+        device.check_host("tensor 0", theirs)
+    del device
     program.ok("cuMemFree_v2", theirs)
     program.ok("cuDevicePrimaryCtxRelease_v2", 3)
     gc.collect()

@@ -212,16 +212,36 @@ def test_no_slot_is_lost(make: Callable[..., LocalTransport | TcpTransport | Ucx
     with make(max_registrations=1) as transport:
         held = [transport.begin_lease() for _ in range(MAX_LEASES)]
         assert len(set(held)) == MAX_LEASES
-        with refused("LLM_OUT_OF_MEMORY", "leases are in use"):
+        with refused("LLM_OUT_OF_MEMORY", f"all {MAX_LEASES} .* are taken: release a lease first"):
             transport.begin_lease()
         registration = transport.register(bytearray(8))
         transport.end_leases(held)
         transport.end_leases(held)  # no slot is returned twice
         again = [transport.begin_lease() for _ in range(MAX_LEASES)]
         assert not set(again) & set(held)  # each slot has another generation
-        with refused("LLM_OUT_OF_MEMORY", "leases are in use"):
+        with refused("LLM_OUT_OF_MEMORY", f"all {MAX_LEASES} .* are taken: release a lease first"):
             transport.begin_lease()
         transport.deregister(registration)
+
+
+@pytest.mark.usefixtures("ucx")
+@pytest.mark.parametrize(
+    "make", [LocalTransport, TcpTransport, partial(UcxTransport, settings='{"UCX_TLS": "shm"}')]
+)
+def test_every_transport_refuses_to_renew_a_lease_that_has_ended(
+    make: Callable[..., LocalTransport | TcpTransport | UcxTransport],
+) -> None:
+    """Its slot has another lease by then."""
+    later_ns = time.monotonic_ns() + 3600 * 10**9
+    with make() as transport:
+        ended = transport.begin_lease(later_ns)
+        transport.end_leases([ended])
+        for _ in range(2):
+            with refused("LLM_KV_CACHE_NOT_EXIST", "the lease has ended"):
+                transport.renew_lease(*ended, later_ns)
+            successor = transport.begin_lease(later_ns)
+        assert successor[0] != ended[0] or successor[1] != ended[1]
+        transport.renew_lease(*successor, later_ns)
 
 
 def test_leases_that_cannot_be_moved(engine: LlmDataDist, cache: Cache) -> None:

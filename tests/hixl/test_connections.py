@@ -228,6 +228,7 @@ class TestInTheBackground:
         assert engine.disconnect_async(peer.name, LONG_MS) == hixl.SUCCESS
         seen = self.until(engine, peer.name, NOT_CONNECT)
         assert set(seen[:-1]) <= {hixl.DISCONNECT_PENDING, hixl.DISCONNECTING}
+        assert engine.get_all_async_connect_status() == (hixl.SUCCESS, {})
         assert engine.transfer_sync(peer.name, hixl.READ, moved) == hixl.NOT_CONNECTED
 
     def test_what_fails(self, engine: hixl.Hixl) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -116,18 +116,19 @@ def test_a_transfer_that_is_released_while_it_is_posted_is_stopped(
         if not by_thread:
             release()
             return Task()
-        thread.start()
-        while handle._handle in agent.agent._transfers:
-            pass
+        thread.start()  # it waits for this post
         return Task()
 
     monkeypatch.setattr(agent.agent.engine.datadist, "submit", submit)
-    with pytest.raises(bindings.nixlInvalidParamError, match="was released"):
+    ended = pytest.raises(bindings.nixlInvalidParamError, match="was released")
+    with nullcontext() if by_thread else ended:
         agent.transfer(handle)
-    assert stopped.is_set()
     if by_thread:
         thread.join()
         assert told == [True]
+    assert stopped.is_set()
+    with ended:
+        agent.check_xfer_state(handle)
     agent.agent.close()
 
 
@@ -181,11 +182,14 @@ def test_an_agent_whose_link_cannot_be_ended_is_forgotten(monkeypatch: pytest.Mo
         each.agent.close()
 
 
-@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("meanwhile", ["", "restarted", "released"])
 def test_no_byte_moves_after_an_agent_is_removed_while_a_transfer_with_it_is_posted(
-    monkeypatch: pytest.MonkeyPatch, restarted: bool
+    monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
-    """The post takes longer than the link is waited for; also if metadata of a new agent comes."""
+    """The post takes longer than the link is waited for.
+
+    Also if metadata of a new agent comes, or if a third thread is releasing the transfer.
+    """
     agent, peer = nixl_agent("here"), nixl_agent("there")
     memory, source = np.zeros(2 * MIB, np.uint8), np.full(2 * MIB, 5, np.uint8)
     ours = agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM").trim()
@@ -213,13 +217,30 @@ def test_no_byte_moves_after_an_agent_is_removed_while_a_transfer_with_it_is_pos
 
     monkeypatch.setattr(engine, "begin", held)
     monkeypatch.setattr(engine.connections, "disconnect", disconnected)
+    transfer, releasing = agent.agent._transfers[handle._handle], threading.Event()
+
+    class Posting(AbstractContextManager[None]):
+        def __enter__(self, mutex: Any = transfer.posting) -> None:
+            if begun.is_set():
+                releasing.set()
+            mutex.__enter__()
+
+        def __exit__(self, *error: Any, mutex: Any = transfer.posting) -> None:
+            mutex.__exit__(*error)
+
+    transfer.posting = Posting()
     replacement = nixl_agent("there")
     news = replacement.get_agent_metadata()
-    with ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(3) as threads:
         posted = threads.submit(agent.transfer, handle)
         assert begun.wait(20)
+        if meanwhile == "released":
+            released = threads.submit(agent.release_xfer_handle, handle)
+            assert releasing.wait(20)
         removed = threads.submit(
-            *((agent.add_remote_agent, news) if restarted else (agent.remove_remote_agent, "there"))
+            *(agent.remove_remote_agent, "there")
+            if meanwhile != "restarted"
+            else (agent.add_remote_agent, news)
         )
         assert gone.wait(20)
         assert not removed.done(), "a post that has found the agent may still begin"
@@ -227,6 +248,8 @@ def test_no_byte_moves_after_an_agent_is_removed_while_a_transfer_with_it_is_pos
         removed.result()
         memory[:] = 7
         posted.exception()
+        if meanwhile == "released":
+            released.result()
     assert (memory == 7).all()
     for each in (agent, peer, replacement):
         each.agent.close()

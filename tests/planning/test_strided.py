@@ -111,5 +111,6 @@ def test_the_last_byte_may_be_the_last_of_2_63() -> None:
 
 
 def test_numbers_are_whole() -> None:
-    with pytest.raises(TypeError, match="must hold int, not float64"):
-        strided_ranges([(4096.0, 8, 0, 8, 1)])
+    for wrong in (4096.0, 2**63, 2**64):
+        with pytest.raises(TypeError, match=r"must hold int below 2\*\*63, not (float64|object)"):
+            strided_ranges([(wrong, 8, 0, 8, 1)])

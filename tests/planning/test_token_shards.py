@@ -6,6 +6,7 @@ The oracle goes through a request token by token, by the definition of who holds
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -404,3 +405,18 @@ def test_what_is_refused(make: Any, text: str) -> None:
 def test_tokens_of_another_type(held: Any) -> None:
     with pytest.raises(TypeError, match="must be Interleaved, a range or None"):
         Shard(tokens=held)
+
+
+@pytest.mark.parametrize("leased", ["src", "dst"])
+def test_the_table_that_has_too_few_blocks_is_named(leased: str) -> None:
+    """Not the lease, of which as many blocks are left as the other table has."""
+    desc = CacheDesc(
+        2, (64, 8, 2, 16), DataType.DT_FLOAT16, kv_tensor_format="NHD",
+        shard=Shard(num_layers=1, num_heads=2),
+    )  # fmt: skip
+    tables: dict[str, Sequence[int]] = {"src": [0, 1], "dst": [3, 4]}
+    tables[leased] = RequestBlocks([8, 6, 7])
+    src, dst = (Rows(desc, tables[side]) for side in ("src", "dst"))
+    other = "dst" if leased == "src" else "src"
+    with refused("LLM_PARAM_INVALID", rf"num_tokens=17 .* \[1, 16\], the room in the {other} rows"):
+        kvplan.plan(Transfer(src, dst, num_tokens=17), local="dst")

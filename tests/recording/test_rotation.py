@@ -9,10 +9,12 @@ import subprocess
 import sys
 import textwrap
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from kvplan import LLMException
 from kvplan.recording import Dropped, read
 from kvplan.recording.files import RotatingFile
 from kvplan.recording.format import LENGTH
@@ -190,6 +192,47 @@ def test_one_file_has_one_recorder(tmp_path):
             recorder(path)
         record(writer, PLAN, "still written")
     assert tags(path) == ["still written"]
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["nothing there", "a recording there"])
+def test_one_of_two_recorders_that_begin_at_once_is_refused(tmp_path, monkeypatch, older):
+    """The other one begins before each call of the system that the first one makes, in turn."""
+    calls = "open", "rename", "stat", "unlink"
+    nth, was_reached = 0, True
+    while was_reached:
+        nth, was_reached = nth + 1, False
+        folder = tmp_path / str(nth)
+        folder.mkdir()
+        path = folder / "a.kvrec"
+        for name in ("one", "two"):
+            with recorder(path, files=3) as writer:
+                record(writer, PLAN, name)
+        if not older:
+            path.unlink()
+        kept = [tags(each) for each in sorted(folder.iterdir())]
+        left, others = [nth], []
+
+        def begins(call, left=left, others=others, path=path):
+            def called(*arguments, **named):
+                left[0] -= 1
+                if left[0] == 0:
+                    with suppress(LLMException):
+                        others.append(recorder(path, files=3))
+                return call(*arguments, **named)
+
+            return called
+
+        with monkeypatch.context() as patched:
+            for name in calls:
+                patched.setattr(os, name, begins(getattr(os, name)))
+            with suppress(LLMException):
+                others.append(recorder(path, files=3))
+        was_reached = left[0] <= 0
+        (only,) = others
+        with only:
+            record(only, PLAN, "now")
+        assert [tags(each) for each in sorted(folder.iterdir())] == [["now"], *kept], nth
+    assert nth > 5
 
 
 def test_a_file_that_cannot_be_begun_is_not_in_use(tmp_path):

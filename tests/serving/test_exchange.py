@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from kvplan import LLMException, PlanEvent
 from kvplan.layout import Interleaved
 from kvplan.serving import Compatibility, Exchange, Place, PullResult, Source, Target
+from kvplan.serving.messages import Message
 from tests.serving.peer import Peer
 from tests.serving.worker import INSTANCE, Worker, reference
 from tests.support.refusals import refused
@@ -327,4 +328,37 @@ def test_a_lease_of_many_blocks_comes_in_parts(
     peer.worker.finish(0, 11, list(range(4095, 95, -1)), 4000)
     blocks = list(range(500))
     assert consumer.fetch(reference([peer.source], 0, 11, 4000), blocks).error is None
+    assert consumer.has(11, blocks, 0, 4000)
+
+
+@pytest.mark.parametrize("most", [4, 3])
+def test_leases_of_too_many_parts_are_refused(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """The consumer would drop the answer as no message, and wait until its time is over."""
+    monkeypatch.setattr("kvplan.serving.asks.MAX_PARTS", most)
+    producer, consumer = make_worker(1, blocks=4096, block_tokens=1), make_worker(2, blocks=512)
+    producer.finish(0, 11, list(range(4095, 95, -1)), 4000)
+    result = consumer.fetch(reference([producer.source], 0, 11, 4000), [*range(500)])
+    if most == 4:
+        assert result.error is None
+    else:
+        assert failed(result, "its leases need 4 messages; at most 3 are sent")
+
+
+def test_an_answer_that_was_cut_off_is_taken_when_it_comes_again(make_worker: MakeWorker) -> None:
+    """A link has broken between two parts, and the consumer has asked again."""
+    producer, consumer = make_worker(1, blocks=4096, block_tokens=1), make_worker(2, blocks=512)
+    asks = producer.exchange._asks
+    send = asks._send
+
+    async def cut_off_first(cluster_id: int, messages: Sequence[Message]) -> None:
+        assert len(messages) > 2
+        await send(cluster_id, messages[:2])
+        await send(cluster_id, messages)
+
+    asks._send = cut_off_first
+    producer.finish(0, 11, list(range(4095, 95, -1)), 4000)
+    blocks = list(range(500))
+    assert consumer.fetch(reference([producer.source], 0, 11, 4000), blocks).error is None
     assert consumer.has(11, blocks, 0, 4000)

@@ -155,7 +155,7 @@ def test_an_ended_lease_is_not_renewed(ended: Ended, expiry: LeaseExpiry) -> Non
     expiry.add(2, 3, time.monotonic_ns() + HOUR_NS)
     expiry.forget(2, 3)
     for slot in (1, 2, 3):
-        with refused("LLM_KV_CACHE_NOT_EXIST", "has expired"):
+        with refused("LLM_KV_CACHE_NOT_EXIST", "has ended"):
             expiry.renew(slot, 3, time.monotonic_ns() + HOUR_NS)
 
 

@@ -23,6 +23,7 @@ from kvplan.transport.registrations import (
     LateWriters,
     Registration,
     Registrations,
+    lease_ended,
     still_written,
 )
 
@@ -95,7 +96,10 @@ class LocalRegistrations(Registrations[Range, Releasable | None]):
         """See `Transport.renew_lease`."""
         with self.mutex:
             self.check_open()
-            self._table.renew(slot, generation, deadline_ns)
+            try:
+                self._table.renew(slot, generation, deadline_ns)
+            except ValueError:
+                raise lease_ended() from None
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
         """See `Transport.end_leases`."""

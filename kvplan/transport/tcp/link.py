@@ -8,7 +8,7 @@ from kvnative._backend import NativeError, striped
 from kvnative._tcp import tcp_backend
 from kvplan.device.memory import DeviceMemory
 from kvplan.execution.task import native_error
-from kvplan.status import LLMException, link_failed, unsupported
+from kvplan.status import LLMException, invalid, link_failed, unsupported
 from kvplan.transport.link import Located, PeerMemory, TransportLink, columns
 from kvplan.transport.registrations import transport_closed
 from kvplan.transport.tcp.metadata import Metadata
@@ -55,6 +55,8 @@ class TcpPeerMemory(PeerMemory):
                 )
                 for word in range(native.connections)
             ]
+        except ValueError as error:
+            raise invalid(f"a transfer over the link to {self._link.peer}: {error}") from None
         except NativeError as error:
             self.check()  # raises if the link has just ended
             raise native_error(error, f"transfers over the link to {self._link.peer}") from error

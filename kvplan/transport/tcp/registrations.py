@@ -14,7 +14,14 @@ from kvplan.status import unsupported
 from kvplan.transport.host_memory import Releasable, host_range
 from kvplan.transport.metadata import Range
 from kvplan.transport.protocol import DeviceRange
-from kvplan.transport.registrations import MAX_LEASES, Found, Registration, Registrations, Slots
+from kvplan.transport.registrations import (
+    MAX_LEASES,
+    Found,
+    Registration,
+    Registrations,
+    Slots,
+    lease_ended,
+)
 from kvplan.transport.tcp.metadata import MAX_SLOTS
 
 if TYPE_CHECKING:
@@ -94,6 +101,8 @@ class TcpRegistrations(Registrations[Range, Held]):
     def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
         """See `Transport.renew_lease`."""
         with self.mutex:
+            if not self._rows.holds(slot, generation):
+                raise lease_ended()
             self._deadlines[slot] = deadline_ns
             if self._service is not None:
                 with suppress(NativeError):

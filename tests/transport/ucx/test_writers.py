@@ -129,7 +129,7 @@ class TestWriters:
             transport.renew_lease(*lease, deadline_ns)
         transport.end_leases(leases)
         for lease in leases:
-            with refused("LLM_KV_CACHE_NOT_EXIST", "has expired"):
+            with refused("LLM_KV_CACHE_NOT_EXIST", "has ended"):
                 transport.renew_lease(*lease, deadline_ns)
 
     def test_a_stopped_writer_is_waited_for_without_a_link(
