@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,38 @@ def test_the_path_of_a_dead_server_is_taken_over_and_of_a_live_one_not(
     with pytest.raises(LLMException, match="Address already in use"):
         listen(loop, f"ipc://{path}")
     assert ask(loop, Endpoint(path=str(path))) == Synced(1)
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_DGRAM, socket.SOCK_SEQPACKET])
+def test_the_path_of_another_kind_of_socket_is_not_taken(
+    loop: ControlLoop, tmp_path: Path, kind: socket.SocketKind
+) -> None:
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX, kind) as other, socket.socket(socket.AF_UNIX, kind) as user:
+        other.bind(path)
+        if kind is socket.SOCK_SEQPACKET:
+            other.listen()
+        with pytest.raises(LLMException, match="Address already in use"):
+            listen(loop, f"ipc://{path}")
+        user.connect(path)
+
+
+def test_the_path_of_a_live_process_that_accepts_nothing_is_not_taken(
+    loop: ControlLoop, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "socket")
+    with ExitStack() as opened:
+        stopped, waiting, late = (
+            opened.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3)
+        )
+        stopped.bind(path)
+        stopped.listen(0)
+        waiting.connect(path)
+        late.setblocking(False)
+        assert late.connect_ex(path) == errno.EAGAIN  # the queue is full
+        listening = Server.listen(loop, Endpoint(path=path), Recorder(), Keys())
+        with pytest.raises(LLMException, match="Address already in use"):
+            loop.run(listening, DEADLINE_S * 1000)
 
 
 def test_a_listen_that_fails_is_reported_with_the_reason(loop: ControlLoop) -> None:
