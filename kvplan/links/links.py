@@ -307,5 +307,6 @@ def _seconds(timeout_ms: int) -> float:
     if not 1 <= milliseconds <= _INT32_MAX:
         text = f"timeout_ms={milliseconds} is out of range [1, {_INT32_MAX}]"
         # As in the reference, a number that does not fit into 32 bits raises ValueError.
-        raise invalid(text) if -_INT32_MAX <= milliseconds <= _INT32_MAX else ValueError(text)
+        fits = -_INT32_MAX - 1 <= milliseconds <= _INT32_MAX
+        raise invalid(text) if fits else ValueError(text)
     return milliseconds / 1000

@@ -358,6 +358,8 @@ class TestBadArguments:
             act([ClusterInfo(2, "127.0.0.1:1")], 0)
         with pytest.raises(ValueError, match="timeout_ms=2147483648 is out of range"):
             act([ClusterInfo(2, "127.0.0.1:1")], 2**31)
+        with pytest.raises(LLMException, match="timeout_ms=-2147483648 is out of range"):
+            act([ClusterInfo(2, "127.0.0.1:1")], -(2**31))
         with pytest.raises(TypeError, match="timeout_ms='1' must be int"):
             act([ClusterInfo(2, "127.0.0.1:1")], "1")
         with pytest.raises(TypeError, match=r"clusters\[0\]='2' must be"):
