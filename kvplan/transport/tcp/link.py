@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 from kvnative._backend import NativeError, striped
-from kvnative._tcp import tcp_backend
+from kvnative._tcp import MAX_LEASES, tcp_backend
 from kvplan.device.memory import DeviceMemory
 from kvplan.execution.task import native_error
-from kvplan.status import LLMException, link_failed, unsupported
+from kvplan.status import LLMException, invalid, link_failed, unsupported
 from kvplan.transport.link import Located, PeerMemory, TransportLink, columns
 from kvplan.transport.registrations import transport_closed
 from kvplan.transport.tcp.metadata import Metadata
@@ -65,6 +65,11 @@ class TcpPeerMemory(PeerMemory):
         """See `PeerMemory.leased`: the owner checks the leases with each request."""
         made = self._copy()
         made._extra_checks, made._backends = self._extra_checks_with(leases), {}
+        if (num_checks := len(made._extra_checks)) > MAX_LEASES:
+            raise invalid(
+                f"one transfer uses {num_checks} leases and overlapping registrations of "
+                f"{self._link.peer}; tcp checks at most {MAX_LEASES}: use several transfers"
+            )
         return made
 
     def check(self, tensors: range | None = None) -> None:
