@@ -9,6 +9,7 @@ from kvnative._device import Device
 
 __all__ = [
     "MAX_CONNECTIONS",
+    "MAX_LEASES",
     "MAX_THREADS",
     "TcpError",
     "TcpNativeLink",
@@ -18,6 +19,7 @@ __all__ = [
 ]
 
 MAX_CONNECTIONS: int
+MAX_LEASES: int
 MAX_THREADS: int
 
 class TcpError(CallError): ...

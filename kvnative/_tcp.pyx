@@ -21,15 +21,13 @@ import weakref
 from kvnative._backend import CallError, NativeError
 
 __all__ = [
-    "MAX_CONNECTIONS", "MAX_THREADS", "TcpError", "TcpNativeLink", "TcpService",
+    "MAX_CONNECTIONS", "MAX_LEASES", "MAX_THREADS", "TcpError", "TcpNativeLink", "TcpService",
     "check_encryption", "tcp_backend",
 ]
 
 MAX_CONNECTIONS = <int>KVN_TCP_MAX_CONNECTIONS
+MAX_LEASES = 32  # of one transfer: each of its requests has all of them
 MAX_THREADS = <int>KVN_TCP_MAX_THREADS
-
-cdef enum:
-    MAX_LEASES = 32  # of one transfer: each of its requests has all of them
 
 cdef tuple COLUMNS = ("slots", "generations", "addresses", "nbytes")
 cdef uint64_t MOST = <uint64_t>-1

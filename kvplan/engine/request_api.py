@@ -52,8 +52,7 @@ class LeaseOperations(OperationRunner):
             TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: a block out of range or given twice, several slots,
                 a bad tag or ttl_ms, or more tokens than the blocks hold; LLM_KV_CACHE_NOT_EXIST: no
-                such cache; LLM_FEATURE_NOT_ENABLED: no transport of this engine checks leases;
-                LLM_OUT_OF_MEMORY: 131,072 leases are live.
+                such cache; LLM_OUT_OF_MEMORY: 131,072 leases are live.
         """
         with signals_deferred:
             return self._running().leases.begin(cache, blocks, tag, ttl_ms, tokens)

@@ -206,15 +206,14 @@ class Rendezvous:
         assert comm.preparing is not None
         comm.preparing.cancel()
         await asyncio.wait((comm.preparing,))
-        links = [self._transitions.links.get(cluster_id) for cluster_id in comm.members]
-        ours = [link for link in links if link is not None and link.comm_id == comm_id]
+        if comm.status is RegisterMemStatus.PREPARING:
+            comm.status = RegisterMemStatus.FAILED  # it stays if a link is busy
+        ours = [link for link in self._transitions.links.values() if link.comm_id == comm_id]
         ends = (self._unlinker.unlink(link.cluster_id, _UNLINK_S, force=False) for link in ours)
-        for outcome in await asyncio.gather(*ends, return_exceptions=True):
-            if isinstance(outcome, LLMException):
-                if outcome.status_code is LLMStatusCode.LLM_LINK_BUSY:
-                    raise outcome
-            elif isinstance(outcome, BaseException):
-                raise outcome
+        for error in filter(None, await asyncio.gather(*ends, return_exceptions=True)):
+            code = error.status_code if isinstance(error, LLMException) else None
+            if code in {None, LLMStatusCode.LLM_LINK_BUSY}:
+                raise error
         self._forget(self._get(comm_id))  # another call, or `close`, may have been faster
 
     def status(self, comm_id: int) -> RegisterMemStatus:

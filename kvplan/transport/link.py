@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     Column = NDArray[np.uint64]
 
 
-def no_leases(where: str) -> LLMException:
+def no_leases(transport: str) -> LLMException:
     """Return the error of a lease without a word of this transport: LLM_FEATURE_NOT_ENABLED."""
     return unsupported(
-        f"{where}: leases are not checked by this transport, or not those with ttl_ms; "
-        "docs/how-to/leases.md says which are"
+        f"the lease cannot be checked over transport {transport}, which its owner's engine lacks"
     )
 
 

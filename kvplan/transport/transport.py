@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvnative._signals import Mutex
 from kvplan.lease import BlockLease, LeaseWord
-from kvplan.status import LLMException, LLMStatusCode, not_exist
+from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system.limits import check_process
 from kvplan.system.logs import Log
 from kvplan.transport.host_memory import new_arena
@@ -361,20 +361,12 @@ class LeaseWords:
     def begin(self, deadline_ns: int) -> tuple[LeaseWord, ...]:
         """Begin a lease with each transport; `deadline_ns` 0: no deadline."""
         words: list[LeaseWord] = []
-        refusal = not_exist("the engine has no transport")
         try:
             for name, transport in self._transports.items():
-                try:
-                    words.append(LeaseWord(name, *transport.begin_lease(deadline_ns)))
-                except LLMException as error:
-                    if error.status_code is not LLMStatusCode.LLM_FEATURE_NOT_ENABLED:
-                        raise
-                    refusal = error
+                words.append(LeaseWord(name, *transport.begin_lease(deadline_ns)))
         except BaseException:
             self.drop(words)
             raise
-        if not words:
-            raise refusal
         return tuple(words)
 
     def renew(self, lease: BlockLease, deadline_ns: int) -> None:

@@ -140,7 +140,7 @@ def test_forged_leases_are_refused(user: LlmDataDist, lease: BlockLease) -> None
         forged = replace(lease, words=(LeaseWord("hccl", slot, generation),))
         with refused(NOT_EXIST, RELEASED):
             pull(user, forged, cache)
-    with refused("LLM_FEATURE_NOT_ENABLED", "leases are not checked"):
+    with refused("LLM_FEATURE_NOT_ENABLED", "lease cannot be checked over transport"):
         pull(user, replace(lease, words=()), cache)
     pull(user, lease, cache)  # the link is as good as before
 

@@ -9,16 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from kvplan import (
-    BlockLease,
-    CacheDesc,
-    ClusterInfo,
-    DataType,
-    LlmDataDist,
-    LlmRole,
-    Rows,
-    Transfer,
-)
+from kvplan import BlockLease, CacheDesc, ClusterInfo, DataType, LlmDataDist, LlmRole
 from kvplan.engine.views import LeaseView
 from tests.datadist.peer import Peer
 from tests.support.places import PEER_COMMAND
@@ -201,25 +192,6 @@ def test_memory_that_the_network_reaches_is_not_viewed(peer: Peer) -> None:
         lease = offer(peer)
         with refused("LLM_FEATURE_NOT_ENABLED", "not mapped here.*pull the blocks"):
             user.arrays(lease)
-
-
-def test_a_transfer_over_the_network_has_a_limit_of_leases(peer: Peer) -> None:
-    desc = "CacheDesc(1, (64, 64), DataType.DT_UINT8)"
-    blobs = peer.run(f"""
-        cache = datadist.allocate_blocks_cache({desc})
-        result = [datadist.lease_blocks(cache, [block]).to_bytes() for block in range(33)]
-    """)
-    with linked(peer, **{"kvplan.transport": "tcp"}) as user:
-        leases = [Rows(BlockLease.from_bytes(blob)) for blob in blobs]
-        caches = [user.allocate_blocks_cache(DESC) for _ in leases]
-        transfers = {
-            str(number): Transfer(lease, Rows(cache, [0]))
-            for number, (lease, cache) in enumerate(zip(leases, caches, strict=True))
-        }
-        with refused("LLM_PARAM_INVALID", "33 leases; there may be at most 32"):
-            user.run(transfers)
-        del transfers["32"]
-        user.run(transfers)
 
 
 def test_blocks_that_move_are_seen_at_their_new_place(user: LlmDataDist, peer: Peer) -> None:

@@ -179,7 +179,7 @@ def test_forged(make_engine: MakeEngine, peer: Peer, direction: str) -> None:
         )
         with refused(NOT_EXIST, RELEASED):
             mover(user, direction, replace(lease, words=words), cache)()
-    with refused("LLM_FEATURE_NOT_ENABLED", "leases are not checked"):
+    with refused("LLM_FEATURE_NOT_ENABLED", "lease cannot be checked over transport"):
         mover(user, direction, replace(lease, words=()), cache)()
     assert there(peer) == before
     mover(user, direction, lease, cache)()  # the link is as good as before

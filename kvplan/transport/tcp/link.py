@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 from kvnative._backend import NativeError, striped
-from kvnative._tcp import tcp_backend
+from kvnative._tcp import MAX_LEASES, tcp_backend
 from kvplan.device.memory import DeviceMemory
 from kvplan.execution.task import native_error
 from kvplan.status import LLMException, invalid, link_failed, unsupported
@@ -55,8 +55,6 @@ class TcpPeerMemory(PeerMemory):
                 )
                 for word in range(native.connections)
             ]
-        except ValueError as error:
-            raise invalid(f"a transfer over the link to {self._link.peer}: {error}") from None
         except NativeError as error:
             self.check()  # raises if the link has just ended
             raise native_error(error, f"transfers over the link to {self._link.peer}") from error
@@ -67,6 +65,11 @@ class TcpPeerMemory(PeerMemory):
         """See `PeerMemory.leased`: the owner checks the leases with each request."""
         made = self._copy()
         made._extra_checks, made._backends = self._extra_checks_with(leases), {}
+        if (num_checks := len(made._extra_checks)) > MAX_LEASES:
+            raise invalid(
+                f"one transfer uses {num_checks} leases and overlapping registrations of "
+                f"{self._link.peer}; tcp checks at most {MAX_LEASES}: use several transfers"
+            )
         return made
 
     def check(self, tensors: range | None = None) -> None:

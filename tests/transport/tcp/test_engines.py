@@ -22,6 +22,8 @@ from kvplan import (
     LLMStatusCode,
     Options,
     RegisterMemStatus,
+    Rows,
+    Transfer,
 )
 from tests.support.refusals import refused
 
@@ -147,3 +149,19 @@ def test_one_engine_that_demands_encryption_is_enough(
 def test_a_congestion_control_that_does_not_exist(make_engine: MakeEngine) -> None:
     with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "tcp: congestion='none7' is not available"):
         make_engine(1, tcp_congestion="none7")
+
+
+def test_more_leases_than_a_request_has_room_for_are_refused(make_engine: MakeEngine) -> None:
+    owner, user = make_engine(1, "127.0.0.1:0"), make_engine(2)
+    user.link_clusters([ClusterInfo(1, owner.listen_address)]).raise_for_status()
+    theirs = owner.allocate_blocks_cache(DESC)
+    mine = [user.allocate_blocks_cache(DESC) for _ in range(33)]
+    transfers = {
+        str(number): Transfer(Rows(owner.lease_blocks(theirs, [number % 16])), Rows(cache, [0]))
+        for number, cache in enumerate(mine)
+    }
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, "33 leases and .*; tcp checks at most 32"):
+        user.run(transfers)
+    del transfers["0"]
+    for _ in range(2):  # the second time without the planner
+        user.run(transfers)
