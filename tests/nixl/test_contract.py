@@ -209,6 +209,24 @@ def test_registrations_come_and_go_without_a_rest(make: MakeHere) -> None:
     assert here.move((0, 0, KIB)) == "DONE"
 
 
+def test_the_transports_of_a_plugin_are_those_of_its_links(make: MakeHere, way: str) -> None:
+    """A link that is not made yet has none."""
+    here, agent = make(), nixl_agent("other")
+    assert agent.get_plugin_params("UCX")["transports"] == ""
+    agent.add_remote_agent(here.agent.get_agent_metadata())
+    agent.make_connection("here")
+    here.peer.stop()
+    try:
+        agent.add_remote_agent(here.peer.metadata)
+        end = time.monotonic() + 60
+        while len(agent.agent.engine.datadist.links()) < 2:
+            assert time.monotonic() < end
+        assert agent.get_plugin_params("UCX")["transports"] == way
+    finally:
+        here.peer.resume()
+    agent.agent.close()
+
+
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_a_list_that_is_refused_registers_nothing(wrong: int) -> None:
     """Whichever of its entries is refused."""
