@@ -144,7 +144,7 @@ def wrap_hixl(module: ModuleType, observer: Observer) -> None:
     """Observe the class `Hixl` of a module."""
     engine, wrap = module.Hixl, observer.wrap
     names = WeakKeyDictionary[object, str]()  # of engines that have a recording
-    regions: dict[tuple[int, int], tuple[int, int]] = {}  # by engine and handle
+    regions = WeakKeyDictionary[object, dict[int, tuple[int, int]]]()  # by engine and handle
 
     def began(args: _Arguments, kwargs: _Named, code: Any) -> _Arguments:
         name = str(_argument(args, kwargs, 0, "local_engine"))
@@ -155,23 +155,23 @@ def wrap_hixl(module: ModuleType, observer: Observer) -> None:
 
     def finalized(args: _Arguments, kwargs: _Named, _: Any) -> _Arguments:
         names.pop(args[0], None)
-        for key in [key for key in regions if key[0] == id(args[0])]:
-            del regions[key]
+        regions.pop(args[0], None)
         return ()
 
     def registered(args: _Arguments, kwargs: _Named, result: Any) -> _Arguments:
         code, handle = result
+        known = regions.setdefault(args[0], {})
         memory = _argument(args, kwargs, 0, "mem_desc")
         is_host = "HOST" in str(_argument(args, kwargs, 1, "mem_type"))
-        region, key = (int(memory.addr), int(memory.len)), (id(args[0]), int(handle))
-        is_new = code == 0 and key not in regions  # a second registration has the same handle
+        region = int(memory.addr), int(memory.len)
+        is_new = code == 0 and int(handle) not in known  # a second registration has the same handle
         if is_new:
-            regions[key] = region
+            known[int(handle)] = region
         return np.array([region] * is_new, np.int64).reshape(-1, 2), [""] * is_new, is_host
 
     def deregistered(args: _Arguments, kwargs: _Named, code: Any) -> _Arguments:
-        key = id(args[0]), int(_argument(args, kwargs, 0, "mem_handle"))
-        gone = [regions.pop(key)] if code == 0 and key in regions else []
+        known, handle = regions.get(args[0], {}), int(_argument(args, kwargs, 0, "mem_handle"))
+        gone = [known.pop(handle)] if code == 0 and handle in known else []
         return (np.array(gone, np.int64).reshape(-1, 2),)
 
     wrap(engine, "initialize", began, None)

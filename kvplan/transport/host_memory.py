@@ -115,7 +115,7 @@ def host_range(memory: Registrable, *, writable: bool) -> HostRange:
         raise invalid(f"memory: {error}") from error
     except OSError as error:  # /proc is not mounted, or no descriptor is left to read it
         raise system_error("memory", error) from error
-    # as_strided makes arrays that extend beyond their base.
+    # NumPy lets `strides` be set so that an array extends beyond its base.
     if arena is not None and not arena.address <= address <= arena.address + arena.nbytes - nbytes:
         arena = None
     return HostRange(address, nbytes, pin, arena)

@@ -114,6 +114,25 @@ def test_device_memory_is_registered_by_whole_pages(make_side: MakeSide, one: Si
 
 
 @pytest.mark.usefixtures("over_rdma")
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_parts_of_a_known_allocation_are_in_one_region(make_side: MakeSide, kind: str) -> None:
+    """So no later part renews a connection, and a tensor may lie in two parts."""
+    side, page = make_side(0, registers=False), 2 << 20
+    places, parts = [page, 3 * page, 2 * page], list[DeviceRange | memoryview]()
+    if kind == "device":
+        buffer = side.device.allocate(4 * page)
+        address = buffer.address
+        parts += [DeviceRange(address + place, page, buffer) for place in places]
+    else:
+        arena = side.transport.allocate(4 * page)
+        address = arena.address
+        parts += [memoryview(arena)[place : place + page] for place in places]
+    ranges = [side.transport.register(part).range for part in parts]
+    (region,) = {region for each in ranges for region in each.regions}
+    assert (region.address, region.nbytes) == (address, 4 * page)
+
+
+@pytest.mark.usefixtures("over_rdma")
 def test_registered_host_memory_is_used_directly_at_both_ends(
     make_side: MakeSide, sim_log: Log
 ) -> None:

@@ -129,6 +129,15 @@ def test_a_refusal_arrives_with_status_and_reason(conversation: Conversation) ->
         conversation.request(Sync())
 
 
+def test_an_answer_that_is_too_large_to_be_sent_is_a_refusal(conversation: Conversation) -> None:
+    async def answer(_channel: Channel, _body: Body) -> Body:
+        return Hello(1, 2, bytes(16), LlmRole.MIX, "", (Offer("t", bytes(MAX_NBYTES)),), 1)
+
+    conversation.far.answer = answer
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, f"Hello has .* at most {MAX_NBYTES}"):
+        conversation.request(Sync())
+
+
 def test_a_failure_of_the_peer_is_reported_without_its_secrets(
     conversation: Conversation, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ import math
 import select
 import time
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -29,7 +30,7 @@ from kvplan import (
     Transfer,
 )
 from kvplan.engine.prometheus import PrometheusCollector
-from tests.datadist.conftest import link
+from tests.datadist.conftest import MakeEngine, link
 from tests.datadist.machine import Machine
 from tests.support.refusals import refused
 
@@ -98,6 +99,30 @@ def test_the_caches_that_a_peer_offers_are_those_that_it_has_now(pair: Pair) -> 
     assert [cache.cache_id for cache in user.caches(1)] == [2]
     with refused(LLMStatusCode.LLM_NOT_YET_LINK, "9"):
         user.caches(9)
+
+
+def test_cluster_0_is_a_peer_like_any_other(make_engine: MakeEngine) -> None:
+    owner, user = make_engine(0, listen=True), make_engine(2)
+    link(user, owner)
+    key = BlocksCacheKey(0, 5)
+    theirs, mine = owner.allocate_blocks_cache(DESC, key), user.allocate_blocks_cache(DESC)
+    user.allocate_cache(DESC)
+    assert [(cache.cache_id, cache.blocks_key) for cache in user.caches(0)] == [(1, key)]
+    sources = CacheIndex(0, theirs.cache_id), key, owner.lease_blocks(theirs, [1, 3])
+    for number, source in enumerate(sources):
+        owner.write_cache(theirs, [np.full(DESC.shape, 7 + number, np.int8)] * 2)
+        user.run(Transfer(Rows(source, [1, 3]), Rows(mine, [0, 2])))
+        assert [array[0, 0] for array in user.arrays(mine, copy=True)] == [7 + number] * 2
+    user.write_cache(mine, [np.full(DESC.shape, 99, np.int8)] * 2)
+    user.run(Transfer(Rows(mine, [0]), Rows(sources[0], [2])))
+    assert [array[2, 0] for array in owner.arrays(theirs, copy=True)] == [99, 99]
+    for sender, receiver in ((user, owner), (owner, user)):
+        sender.notify(receiver.cluster_id, b"moved")
+        assert list(receiver.notifications()) == [(sender.cluster_id, b"moved")]
+    assert [status.cluster_id for status in user.links()] == [0]
+    user.unlink_clusters([0]).raise_for_status()
+    with refused(LLMStatusCode.LLM_NOT_YET_LINK, "0"):
+        user.caches(0)
 
 
 def test_counters_go_on_after_finalize(pulled: tuple[LlmDataDist, Cache]) -> None:

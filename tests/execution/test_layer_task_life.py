@@ -1,5 +1,6 @@
 """The life of a layer task: the callback of its last layer, and what dropping it does."""
 
+import contextlib
 import gc
 import multiprocessing
 import random
@@ -12,9 +13,10 @@ from threading import Event, Thread
 
 import pytest
 
+import kvplan
 from kvnative._backend import NativeError
-from kvplan import LLMException, LLMStatusCode, Transfers
-from tests.execution.test_layer_task import PLAN, InParts, assert_equal, expected, filled
+from kvplan import LLMException, LLMStatusCode, Rows, Transfer, Transfers
+from tests.execution.test_layer_task import DESC, PLAN, InParts, assert_equal, expected, filled
 from tests.native.test_executor_concurrency import at_once
 from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at, limit_batch
@@ -183,6 +185,28 @@ class TestDropped:
             task.ready(layer)
         task.wait()
         assert_equal(dst, expected(PLAN, filled(1), {1, 2, 3, 4}))
+
+    def test_in_a_forked_child_the_last_step_stays_its_parents(self, transfers):
+        """Also that of a task that ended before the fork, if no call has found that yet."""
+        called_for = []
+        plan = kvplan.plan(Transfer(Rows(DESC, []), Rows(DESC, [])), local="src")
+        task = transfers.layered(plan, filled(1), filled(2), on_last=called_for.append)
+        context = multiprocessing.get_context("fork")
+        receiving, sending = context.Pipe(duplex=False)
+
+        def child():
+            for call in (lambda: task.done, lambda: task.ready(0), task.cancel, task.wait):
+                with contextlib.suppress(NativeError):
+                    call()
+                sending.send(len(called_for))
+
+        process = context.Process(target=child)
+        process.start()
+        sending.close()
+        assert [receiving.recv() for _ in range(4)] == [0, 0, 0, 0]
+        process.join()
+        assert task.done
+        assert called_for == [task]
 
     def test_at_exit_nothing_is_said(self):
         script = """

@@ -12,7 +12,8 @@ from typing import cast
 import numpy as np
 import pytest
 
-from kvplan import AddressRanges, LLMException
+import kvplan
+from kvplan import AddressRanges, CacheDesc, DataType, LLMException, Rows, Transfer, Transfers
 from kvplan.addressed.engine import Request
 from kvplan.execution import TransferTask
 from kvplan.mooncake.engine import TransferEngine, TransferNotify, Write
@@ -143,6 +144,30 @@ def test_one_of_several_batches_that_has_failed_is_a_failure_and_all_are_forgott
     ]
     assert alone.get_batch_transfer_status(batches) == (0 if failed is None else -1)
     assert requests.numbers() == []
+
+
+@pytest.mark.parametrize(
+    ("has_ended", "left_s", "status"), [(False, 3600, 0), (False, 0, -2), (True, 0, 1)]
+)
+def test_a_batch_that_takes_too_long_is_stopped_and_its_status_says_so(
+    alone: TransferEngine, has_ended: bool, left_s: float, status: int
+) -> None:
+    """One that has ended in time is a success, however late its status is asked for."""
+    desc = CacheDesc(1, (1, 8), DataType.DT_INT8)
+    plan = kvplan.plan(Transfer(Rows(desc, [0]), Rows(desc, [0])), local="dst")
+    arrays = [[np.full(8, fill, np.uint8)] for fill in (1, 2)]
+    with Transfers() as transfers:
+        task = transfers.layered(plan, *arrays)
+        if has_ended:
+            task.ready(0)
+            task.wait()
+        ranges = AddressRanges(1, [1], [1], [1])
+        request = Request(task, ranges, "there", "READ", time.monotonic() + left_s)
+        batch = alone._running().requests.add(request)
+        assert alone.transfer_check_status(batch) == status
+        assert (task.done, arrays[1][0][0]) == (status != 0, 1 if has_ended else 2)
+        assert alone._running().requests.numbers() == ([batch] if status == 0 else [])
+        task.cancel()
 
 
 @pytest.mark.parametrize("unknown", [0, 1, 2])

@@ -6,6 +6,7 @@ Most are reports of users of NIXL (transfer-apis.md of the issue): what it is th
 from __future__ import annotations
 
 import logging
+import operator
 import re
 import select
 import socket
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,9 @@ import pytest
 from kvplan import LLMException, LLMStatusCode
 from kvplan.nixl import _bindings as bindings
 from kvplan.nixl import nixl_agent, nixl_agent_config
+from kvplan.nixl.lists import DescList, nixlRegDList, nixlRemoteDList, nixlXferDList
 from kvplan.nixl.metadata import MAGIC, Regions, receive, send
+from kvplan.nixl.values import nixl_mem_t
 from kvplan.recording import read
 from tests.nixl.conftest import Here, MakeHere, pattern
 from tests.nixl.peer import MIB
@@ -209,6 +213,24 @@ def test_registrations_come_and_go_without_a_rest(make: MakeHere) -> None:
     assert here.move((0, 0, KIB)) == "DONE"
 
 
+def test_the_transports_of_a_plugin_are_those_of_its_links(make: MakeHere, way: str) -> None:
+    """A link that is not made yet has none."""
+    here, agent = make(), nixl_agent("other")
+    assert agent.get_plugin_params("UCX")["transports"] == ""
+    agent.add_remote_agent(here.agent.get_agent_metadata())
+    agent.make_connection("here")
+    here.peer.stop()
+    try:
+        agent.add_remote_agent(here.peer.metadata)
+        end = time.monotonic() + 60
+        while len(agent.agent.engine.datadist.links()) < 2:
+            assert time.monotonic() < end
+        assert agent.get_plugin_params("UCX")["transports"] == way
+    finally:
+        here.peer.resume()
+    agent.agent.close()
+
+
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_a_list_that_is_refused_registers_nothing(wrong: int) -> None:
     """Whichever of its entries is refused."""
@@ -255,6 +277,30 @@ def test_memory_is_withdrawn_as_often_as_it_was_registered() -> None:
     assert registry.entries() == []
     assert (agent.agent._handles, [*agent.agent._local.regions]) == ({}, [])
     agent.agent.close()
+
+
+@pytest.mark.parametrize("kind", [nixlXferDList, nixlRegDList, nixlRemoteDList])
+@pytest.mark.parametrize("wrong", [(1,), (1, 2), (1, 2, -3, "d"), (1.5, 2, 3, "d"), (1, 2, 3)])
+def test_a_list_that_refuses_a_descriptor_is_as_it_was(
+    kind: type[DescList], wrong: tuple[Any, ...]
+) -> None:
+    """No text of it stays, which would be that of the next one."""
+    rows: list[tuple[Any, ...]] = [(4096, 64, 3, "a"), (8192, 32, 3, "b"), (1, 2, 3, "c")]
+    if kind.TEXT is None:
+        rows, wrong = [row[:3] for row in rows], wrong[:2] if wrong == (1, 2, 3) else wrong[:3]
+    descs = kind(nixl_mem_t.DRAM_SEG, rows[:2])
+    changes: list[Callable[[], object]] = [
+        lambda: descs.append(wrong),
+        lambda: operator.setitem(descs, 0, wrong),
+        lambda: operator.setitem(descs, 2, rows[2]),
+        lambda: descs.remDesc(2),
+    ]
+    for change in changes:
+        with pytest.raises((IndexError, RuntimeError)):
+            change()
+        assert descs == kind(nixl_mem_t.DRAM_SEG, rows[:2])
+    descs.append(rows[2])
+    assert descs == kind(nixl_mem_t.DRAM_SEG, rows)
 
 
 @pytest.mark.parametrize("dtype", ["<u8", "<i8", ">u8"])

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+from kvplan.hixl import MemDesc
 from kvplan.observe import Observer
 from kvplan.observe.observer import peer_number
 from kvplan.observe.surfaces import wrap_hixl
@@ -92,13 +94,34 @@ def test_transfers_of_a_program_on_hixl_are_recorded(tmp_path: Path) -> None:
 
 
 class Hixl:
-    """The original's methods that are observed."""
+    """The original's methods that are observed; each memory has the handle 7."""
 
-    def initialize(self, local_engine: str, options: object = None) -> int:
+    def initialize(self, local_engine: object = "", options: object = None) -> int:
         return 0
 
-    finalize = register_mem = deregister_mem = transfer_sync = transfer_async = initialize
+    finalize = deregister_mem = transfer_sync = transfer_async = initialize
     get_transfer_status = get_all_transfer_status = initialize
+
+    def register_mem(self, mem_desc: object, mem_type: object) -> tuple[int, int]:
+        return 0, 7
+
+
+def observed(observer: Observer) -> type[Any]:
+    """A class of its own, with methods that are wrapped once."""
+    module = ModuleType("hixl")
+    module.Hixl = engine = type("Hixl", (), dict(vars(Hixl)))  # type: ignore[attr-defined]
+    wrap_hixl(module, observer)
+    return engine
+
+
+def successor(engine: list[Any]) -> Any:
+    """Drop the only engine of a list; return one that takes its place in memory."""
+    kind, first, others = type(engine[0]), id(engine[0]), []
+    engine.clear()
+    while id(one := kind()) != first:
+        others.append(one)
+        assert len(others) < 1000, "nothing takes the place of the engine that was collected"
+    return one
 
 
 @pytest.mark.parametrize("is_another", [False, True])
@@ -106,17 +129,36 @@ def test_each_engine_has_one_recording_also_with_the_name_of_its_predecessor(
     tmp_path: Path, is_another: bool
 ) -> None:
     """A second call of the same engine has no effect."""
-    observer, module, others = Observer(tmp_path), ModuleType("hixl"), list[Hixl]()
-    module.Hixl = Hixl  # type: ignore[attr-defined]
-    wrap_hixl(module, observer)
-    engine = Hixl()
-    first = id(engine)
+    observer = Observer(tmp_path)
+    engine = observed(observer)()
     engine.initialize("127.0.0.1")
     if is_another:
+        held = [engine]
         del engine
-        while id(engine := Hixl()) != first:
-            others.append(engine)
-            assert len(others) < 1000, "nothing takes the place of the engine that was collected"
+        engine = successor(held)
     engine.initialize("127.0.0.1")
     observer.close()
     assert len([*tmp_path.glob("hixl-*.kvrec")]) == 1 + is_another
+
+
+@pytest.mark.parametrize("end", ["deregistered", "finalized", "dropped"])
+def test_memory_with_the_handle_of_earlier_memory_is_recorded(tmp_path: Path, end: str) -> None:
+    observer = Observer(tmp_path)
+    held = [observed(observer)()]
+    held[0].initialize("127.0.0.1")
+    held[0].register_mem(MemDesc(4096, 64), "MEM_HOST")
+    if end == "deregistered":
+        held[0].deregister_mem(7)
+    elif end == "finalized":
+        held[0].finalize()
+    else:
+        held.append(successor(held))
+    held[0].initialize("127.0.0.1")
+    for _ in range(2):  # a second registration has the same handle
+        held[0].register_mem(MemDesc(8192, 32), "MEM_HOST")
+    observer.close()
+    recordings = sorted(
+        map(read, tmp_path.glob("hixl-*.kvrec")), key=lambda one: one.header.started
+    )
+    events = [row for recording in recordings for row in recording.events]
+    assert [row.fields["bytes"] for row in events if row.operation == "register_cache"] == [64, 32]

@@ -243,13 +243,18 @@ def test_a_push_that_another_one_of_its_sender_has_overwritten(
     assert "no bytes of this request, but of another: sum 0 of cmpl-9, row " in text
 
 
-def test_a_tag_that_is_used_again(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each transfer is compared with what was handed over last."""
-    for _ in range(2):
-        pair.hand_over()
-        pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS))
-        pair.there[:] ^= 1
-    assert pair.sums(capsys, 0).count("6 sums equal") == 2
+@pytest.mark.parametrize("op", ["READ", "WRITE"])
+def test_a_tag_that_is_used_again(pair: Pair, capsys: pytest.CaptureFixture[str], op: str) -> None:
+    """A pull is compared with what was handed over last, a push with what its receiver found."""
+    for _ in range(3):
+        if op == "READ":
+            pair.hand_over()
+        pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS), op)
+        if op == "WRITE":
+            pair.hand_over()
+        for memory in (pair.here, pair.there):
+            memory[:] ^= 1
+    assert pair.sums(capsys, 0).count("6 sums equal") == 3
 
 
 def test_without_the_sums_of_the_owner(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:

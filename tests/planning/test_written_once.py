@@ -51,6 +51,9 @@ def tables(draw: st.DrawFn) -> Segments:
 @example(  # the second reaches into the first's next row
     Segments([0, 0], [0, 12], [10, 8], [([2, 2], 1, 16)])
 )
+@example(  # the third is in a later row of the first, behind one that ends before it
+    Segments([0, 0, 0], [0, 24, 48], [4, 4, 4], [([3, 1, 1], 1, 48)])
+)
 def test_what_is_written_twice_is_refused_and_nothing_else(segments: Segments) -> None:
     written = [
         start + sum(step * stride for step, (_, _, stride) in zip(steps, levels, strict=True)) + i

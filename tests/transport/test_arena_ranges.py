@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 from pathlib import Path
@@ -13,12 +14,12 @@ from threading import Barrier, Semaphore
 
 import numpy as np
 import pytest
-from numpy.lib.stride_tricks import as_strided
 
 import kvplan
 from kvnative._backend import ThreadPool
 from kvnative._host import Arena
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Rows, Transfer, Transfers
+from kvplan.transport.host_memory import arena_of
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.link import LocalPeerMemory
 from kvplan.transport.local.memory import PeerArenas
@@ -379,15 +380,20 @@ class TestForms:
             memory = link.memory([address], nbytes)
             assert memory.backend(ThreadPool(1), "get", memory) is None
 
+    @pytest.mark.parametrize("stride", [101, 150, 200], ids=["a byte", "a half", "all"])
     def test_memory_that_reaches_beyond_the_arena_is_not_part_of_it(
-        self, transport: LocalTransport
+        self, transport: LocalTransport, stride: int
     ) -> None:
-        arena, beside = transport.allocate(4096), np.zeros(4096, np.uint8)
-        whole = np.frombuffer(arena, np.uint8)
-        shift = beside.ctypes.data - whole.ctypes.data
-        elsewhere = as_strided(whole, shape=(2, 100), strides=(shift, 1))[1]
-        assert elsewhere.ctypes.data == beside.ctypes.data
-        assert transport.register(elsewhere).range.arena is None
+        """Also if mapped memory is there, such as another arena, and the base is the first."""
+        arenas = {arena.address: arena for arena in (transport.allocate(4096) for _ in range(100))}
+        arena = next(arena for arena in arenas.values() if arena.address + 4096 in arenas)
+        rows = np.frombuffer(arena, np.uint8)[-200:].reshape(2, 100)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            rows.strides = (stride, 1)  # the base of what `as_strided` returns is no array
+        beyond = rows[1]
+        assert arena_of(beyond) is arena
+        assert beyond.ctypes.data + beyond.nbytes == arena.address + 4096 + stride - 100
+        assert transport.register(beyond).range.arena is None
 
 
 class TestMetadata:
