@@ -17,15 +17,18 @@ import pytest
 
 from kvnative._backend import KVN_NO_DEVICE_MEMORY, KVN_OK, NativeError
 from kvnative._cuda import CudaError, CudaLibrary
-from kvnative._device import Device
+from kvnative._cuda_share import export, import_handle, import_here, import_pieces
+from kvnative._device import Device, DeviceBuffer
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvnative._pinned import allocate_host, pin
 from kvnative._report import Report
 from kvplan.device.cuda import CudaDevice, restrictions
 from tests.ascend.simulator import Log
+from tests.cuda_sim.build import build
 from tests.cuda_sim.cuda_library import Cuda
 from tests.cuda_sim.simulator import LIBRARY, CudaControls, found
+from tests.support.ends import assert_no_outcome_before_its_end
 
 PAGE = mmap.PAGESIZE
 GRANULE = 2 << 20
@@ -41,10 +44,14 @@ def program(cuda_simulator: CudaControls) -> Iterator[Cuda]:
     cuda.ok("cuCtxSetCurrent", None)
 
 
-def moved(device: Device, source: int, target: int, nbytes: int, direction: str) -> Report:
+def one(source: int, target: int, nbytes: int) -> Descriptors:
     columns = [np.array([item], np.uint64) for item in (target, source, nbytes)]
+    return Descriptors.from_columns(*columns)
+
+
+def moved(device: Device, source: int, target: int, nbytes: int, direction: str) -> Report:
     with Executor(device.backend(direction)) as executor:
-        return executor.run(Descriptors.from_columns(*columns))
+        return executor.run(one(source, target, nbytes))
 
 
 # ---- the library ----
@@ -108,6 +115,42 @@ print(it.version, *it.missing)
     assert done.stdout.split() == ["12.4", "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"]
 
 
+def test_a_driver_without_optional_calls_has_the_same_devices(
+    cuda_simulator: CudaControls, tmp_path: Path
+) -> None:
+    """As of CUDA 11.2: each device has its UUID, and is copied to and from."""
+    optional = ("cuDeviceGetUuid_v2", "cuFuncLoad", "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2")
+    for file in build().parent.glob("*.so*"):
+        content = file.read_bytes()
+        for name in map(str.encode, optional):
+            content = content.replace(b"\0" + name + b"\0", b"\0" + name[:-1] + b"?\0")
+        (tmp_path / file.name).write_bytes(content)
+    script = """
+from kvplan.device.cuda import CudaDevice, load_library
+library = load_library()
+print(*library.missing)
+print(*map(library.uuid, range(library.device_count())))
+device = CudaDevice(0).native
+buffer = device.allocate(4)
+device.write(buffer.address, b"kept")
+content = bytearray(4)
+device.read(buffer.address, content)
+print(content.decode())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, LIBRARY: str(tmp_path / build().name)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    missing, uuids, content = done.stdout.splitlines()
+    library = CudaLibrary.load()
+    assert missing.split() == sorted(optional)
+    assert uuids.split() == [library.uuid(number) for number in range(library.device_count())]
+    assert content == "kept"
+
+
 # ---- contexts ----
 
 
@@ -143,6 +186,35 @@ def test_a_thread_has_the_context_that_it_had(device: Device, program: Cuda) -> 
     assert current() is None  # nothing of ours lies below
     del other
     program.ok("cuDevicePrimaryCtxRelease_v2", 1)
+
+
+REFUSED: dict[str, Callable[[Device, DeviceBuffer, int], object]] = {
+    "cuMemHostAlloc": lambda device, *_: allocate_host(device, 100),
+    "cuMemHostRegister_v2": lambda device, _, at: pin(device, at, PAGE),
+    "cuMemGetInfo_v2": lambda device, *_: device.memory(),
+    "cuMemsetD8Async": lambda device, buffer, _: device.clear(buffer.address, 4),
+    "cuMemExportToShareableHandle": lambda device, buffer, _: export(device, buffer.address, 4),
+    "cuMemAddressReserve": lambda device, *_: import_pieces(device, GRANULE, [], is_far=False),
+    "cuIpcOpenMemHandle_v2": lambda device, *_: import_handle(device, bytes(64), 8, is_far=False),
+    "cuCtxEnablePeerAccess": lambda device, *_: import_here(device, device.library.device(4), 8, 8),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_a_refused_call_leaves_a_thread_its_own_context(
+    device: Device, program: Cuda, cuda_simulator: CudaControls, call: str
+) -> None:
+    buffer, pages = device.allocate(GRANULE), np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
+    theirs, now = program.primary(1), ctypes.c_void_p()
+    cuda_simulator.add_fault(f"{call}:1=2")
+    try:
+        with pytest.raises(CudaError, match=call):
+            REFUSED[call](device, buffer, pages.ctypes.data)
+        program.ok("cuCtxGetCurrent", ctypes.byref(now))
+        assert now.value == theirs
+    finally:
+        program.ok("cuCtxSetCurrent", None)
+        program.ok("cuDevicePrimaryCtxRelease_v2", 1)
 
 
 def test_the_primary_context_is_the_programs(device: Device, program: Cuda) -> None:
@@ -355,6 +427,12 @@ def test_nothing_uses_the_default_stream(device: Device, sim_log: Log) -> None:
     ]
     assert issued
     assert {item.fields["stream"] for item in issued} <= created
+
+
+def test_no_outcome_is_known_before_the_end_of_a_batch(device: Device) -> None:
+    buffer, host = device.allocate(GRANULE), allocate_host(device, GRANULE)
+    copied = one(buffer.address, host.address, GRANULE)
+    assert_no_outcome_before_its_end(device.backend("device_to_host"), copied)
 
 
 def test_copies_of_threads_do_not_wait_for_each_other(
