@@ -7,6 +7,7 @@ import gc
 import mmap
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,15 @@ import pytest
 
 from kvnative._acl import AclError, AclLibrary
 from kvnative._backend import KVN_INVALID, KVN_NO_DEVICE_MEMORY, NativeError
-from kvnative._device import Device, DeviceBuffer
-from kvnative._pinned import Pinned, pin, pinned_by
+from kvnative._device import Device, DeviceBuffer, DeviceError
+from kvnative._hccl_memory import HcclLibrary, Region
+from kvnative._pinned import Pinned, allocate_host, pin, pinned_by
 from tests.ascend.acl_cases import VARIANT
 from tests.ascend.simulator import Controls, Log, found
 
 OLD = VARIANT == "8.1"
 PAGE = mmap.PAGESIZE
+PIN = "aclrtHostRegister" if OLD else "aclrtHostRegisterV2"
 PHYSICAL = "rtGetDevicePhyIdByIndex" if OLD else "aclrtGetPhyDevIdByLogicDevId"
 
 
@@ -276,6 +279,43 @@ def test_a_threads_own_context_stays_current(device: Device, simulator: Controls
         with pytest.raises(AclError):
             device.allocate(1 << 50)
         del buffer
+        assert acl.aclrtGetCurrentContext(ctypes.byref(now)) == 0
+        assert now.value == own.value
+    finally:
+        acl.aclrtSetCurrentContext(before)
+        assert acl.aclrtDestroyContext(own) == 0
+
+
+REFUSED: dict[str, Callable[[Device, DeviceBuffer, int], object]] = {
+    "aclrtMallocAlign32": lambda device, *_: device.allocate(100),
+    "aclrtMallocHost": lambda device, *_: allocate_host(device, 100),
+    "aclrtMemcpy": lambda device, buffer, _: device.write(buffer.address, bytes(4)),
+    "aclrtMemset": lambda device, buffer, _: device.clear(buffer.address, 4),
+    "aclrtGetMemInfo": lambda device, *_: device.memory(),
+    PIN: lambda device, _, at: pin(device, at, PAGE),
+    # For HCCL; a pin is this call on old runtimes only.
+    "aclrtHostRegister": lambda device, _, at: HcclLibrary.load(device.library).check_host(
+        device, at, PAGE
+    ),
+    "HcclRegisterGlobalMem": lambda device, buffer, _: Region(
+        HcclLibrary.load(device.library), device, buffer.address, 4096, on_device=True
+    ),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_a_refused_call_leaves_a_thread_its_own_context(
+    device: Device, simulator: Controls, call: str
+) -> None:
+    acl = ctypes.CDLL(device.library.path)
+    before, own, now = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    acl.aclrtGetCurrentContext(ctypes.byref(before))
+    buffer, pages = device.allocate(4096), np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
+    assert acl.aclrtCreateContext(ctypes.byref(own), 1) == 0
+    try:
+        simulator.add_fault(f"{call}:1={4 if call.startswith('Hccl') else 507899}")
+        with pytest.raises(DeviceError, match=call):
+            REFUSED[call](device, buffer, pages.ctypes.data)
         assert acl.aclrtGetCurrentContext(ctypes.byref(now)) == 0
         assert now.value == own.value
     finally:

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from kvnative._backend import KVN_OK
+from kvnative._backend import KVN_FAILED, KVN_OK
 from tests.ascend.hccl_ends import A2, A3, Product, rank_table, two_ends
 from tests.ascend.simulator import ELSEWHERE, HOME
 from tests.ascend_sim.build import build
 from tests.support import forked
+from tests.support.hidden_calls import hide_calls
 from tests.support.peer import ROOT
 
 # A library is loaded once a process, so each test has one of its own.
@@ -101,6 +102,21 @@ def test_transfers_with_each_variant(tmp_path: Path, variant: str, product: Prod
         connection.close()
         assert [end.left() for end in ends.both] == [{}, {}]
         assert not ends.log.calls("violation")
+
+
+def test_transfers_and_failures_without_the_calls_that_explain(tmp_path: Path) -> None:
+    explaining = ("HcclGetCommAsyncError", "HcclGetErrorString")
+    hide_calls(build() / "lib64", tmp_path / "home/lib64", *explaining)
+    with two_ends(tmp_path, **{HOME: tmp_path / "home"}) as ends:
+        assert sorted(ends[0].facts()["missing"]) == list(explaining)
+        connection = ends.connect(1 << 16)
+        rows = connection.rows([100] * 300)
+        assert connection.transfer("put", rows).status == KVN_OK
+        ends[0].fault("HcclBatchPut:1=4")
+        report = connection.transfer("put", rows)
+        assert report.status == KVN_FAILED
+        assert "HcclBatchPut: 4 (INTERNAL): ES0004" in report.message  # that is ACL's text
+        connection.close()
 
 
 FORK = """

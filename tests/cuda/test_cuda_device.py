@@ -1,32 +1,32 @@
-"""The driver's library, contexts, memory and streams of a CUDA device."""
+"""Contexts, memory and streams of a CUDA device."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import mmap
-import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvnative._backend import KVN_NO_DEVICE_MEMORY, KVN_OK, NativeError
+from kvnative._backend import KVN_NO_DEVICE_MEMORY, KVN_OK
 from kvnative._cuda import CudaError, CudaLibrary
-from kvnative._device import Device
+from kvnative._cuda_share import export, import_handle, import_here, import_pieces
+from kvnative._device import Device, DeviceBuffer
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvnative._pinned import allocate_host, pin
 from kvnative._report import Report
-from kvplan.device.cuda import CudaDevice, restrictions
+from kvplan.device.cuda import CudaDevice
 from tests.ascend.simulator import Log
 from tests.cuda_sim.cuda_library import Cuda
-from tests.cuda_sim.simulator import LIBRARY, CudaControls, found
+from tests.cuda_sim.simulator import CudaControls
+from tests.support.ends import assert_no_outcome_before_its_end
 from tests.support.refusals import refused
 
 PAGE = mmap.PAGESIZE
@@ -43,71 +43,14 @@ def program(cuda_simulator: CudaControls) -> Iterator[Cuda]:
     cuda.ok("cuCtxSetCurrent", None)
 
 
-def moved(device: Device, source: int, target: int, nbytes: int, direction: str) -> Report:
+def one(source: int, target: int, nbytes: int) -> Descriptors:
     columns = [np.array([item], np.uint64) for item in (target, source, nbytes)]
+    return Descriptors.from_columns(*columns)
+
+
+def moved(device: Device, source: int, target: int, nbytes: int, direction: str) -> Report:
     with Executor(device.backend(direction)) as executor:
-        return executor.run(Descriptors.from_columns(*columns))
-
-
-# ---- the library ----
-
-
-def test_windows_is_recognized_by_the_name_of_its_kernel(cuda_simulator: CudaControls) -> None:
-    device = CudaDevice(0)
-    [restriction] = restrictions(device, "5.15.153.1-microsoft-standard-WSL2")
-    assert restriction.startswith("WSL: ")
-    assert restrictions(device, "6.8.0-45-generic") == []
-    device.close()
-
-
-def test_the_library_is_found_once_for_each_context(cuda_simulator: CudaControls) -> None:
-    library = CudaLibrary.load()
-    with found() as file:
-        for path in (None, str(file), str(file.parent)):
-            assert CudaLibrary.load(path or str(file)) is library
-        own = CudaLibrary.load(str(file), "own")
-    assert own is not library
-    assert (library.context, own.context) == ("primary", "own")
-    assert library.path == own.path == str(file)
-    with pytest.raises(ValueError, match="context is 'mine'; it must be one of 'primary', 'own'"):
-        CudaLibrary.load(context="mine")
-
-
-def test_properties_of_devices(cuda_simulator: CudaControls) -> None:
-    library = CudaLibrary.load()
-    assert (library.version, library.missing) == ("13.0", ())
-    assert library.device_count() == 8
-    assert library.capability(2) == (9, 0)
-    assert len({library.uuid(number) for number in range(8)}) == 8
-    assert len(library.uuid(0)) == len("GPU-") + 36
-    device = CudaDevice(3)
-    described = device.describe()
-    assert described["pci"] == library.pci_id(3)
-    assert (described["capability"], described["context"]) == ("9.0", "primary")
-    assert device.name == described["name"]
-    device.close()
-    with pytest.raises(CudaError, match=r"^cuDeviceGet: 101 \(CUDA_ERROR_INVALID_DEVICE\): "):
-        library.uuid(8)
-
-
-def test_a_file_that_is_not_the_library(cuda_simulator: CudaControls, tmp_path: Path) -> None:
-    with pytest.raises(NativeError, match=r"no CUDA library: .*/nothing/libcuda\.so: cannot open"):
-        CudaLibrary.load(str(tmp_path / "nothing" / "libcuda.so"))
-    with pytest.raises(NativeError, match=r"libm\.so\.6 has no cuInit; kvplan needs"):
-        CudaLibrary.load("libm.so.6")
-
-
-def test_an_older_driver_lacks_batch_copies() -> None:
-    script = """
-from kvnative._cuda import CudaLibrary
-from tests.cuda_sim.build import build
-it = CudaLibrary.load(str(build("12.4")))
-print(it.version, *it.missing)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["12.4", "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"]
+        return executor.run(one(source, target, nbytes))
 
 
 # ---- contexts ----
@@ -145,6 +88,35 @@ def test_a_thread_has_the_context_that_it_had(device: Device, program: Cuda) -> 
     assert current() is None  # nothing of ours lies below
     del other
     program.ok("cuDevicePrimaryCtxRelease_v2", 1)
+
+
+REFUSED: dict[str, Callable[[Device, DeviceBuffer, int], object]] = {
+    "cuMemHostAlloc": lambda device, *_: allocate_host(device, 100),
+    "cuMemHostRegister_v2": lambda device, _, at: pin(device, at, PAGE),
+    "cuMemGetInfo_v2": lambda device, *_: device.memory(),
+    "cuMemsetD8Async": lambda device, buffer, _: device.clear(buffer.address, 4),
+    "cuMemExportToShareableHandle": lambda device, buffer, _: export(device, buffer.address, 4),
+    "cuMemAddressReserve": lambda device, *_: import_pieces(device, GRANULE, [], is_far=False),
+    "cuIpcOpenMemHandle_v2": lambda device, *_: import_handle(device, bytes(64), 8, is_far=False),
+    "cuCtxEnablePeerAccess": lambda device, *_: import_here(device, device.library.device(4), 8, 8),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_a_refused_call_leaves_a_thread_its_own_context(
+    device: Device, program: Cuda, cuda_simulator: CudaControls, call: str
+) -> None:
+    buffer, pages = device.allocate(GRANULE), np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
+    theirs, now = program.primary(1), ctypes.c_void_p()
+    cuda_simulator.add_fault(f"{call}:1=2")
+    try:
+        with pytest.raises(CudaError, match=call):
+            REFUSED[call](device, buffer, pages.ctypes.data)
+        program.ok("cuCtxGetCurrent", ctypes.byref(now))
+        assert now.value == theirs
+    finally:
+        program.ok("cuCtxSetCurrent", None)
+        program.ok("cuDevicePrimaryCtxRelease_v2", 1)
 
 
 def test_the_primary_context_is_the_programs(device: Device, program: Cuda) -> None:
@@ -365,6 +337,12 @@ def test_nothing_uses_the_default_stream(device: Device, sim_log: Log) -> None:
     assert {item.fields["stream"] for item in issued} <= created
 
 
+def test_no_outcome_is_known_before_the_end_of_a_batch(device: Device) -> None:
+    buffer, host = device.allocate(GRANULE), allocate_host(device, GRANULE)
+    copied = one(buffer.address, host.address, GRANULE)
+    assert_no_outcome_before_its_end(device.backend("device_to_host"), copied)
+
+
 def test_copies_of_threads_do_not_wait_for_each_other(
     device: Device, cuda_simulator: CudaControls
 ) -> None:
@@ -430,26 +408,3 @@ device.write(buffer.address, bytes(10))
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_visible_devices_are_the_drivers_business() -> None:
-    script = f"""
-import os
-from tests.cuda_sim.build import build
-os.environ["{LIBRARY}"] = str(build())
-from kvplan.device.cuda import CudaDevice, load_library
-library = load_library()
-all = [library.uuid(it) for it in range(library.device_count())]
-device = CudaDevice(1)
-buffer = device.allocate(10)
-assert device.native.locate(buffer.address) == ("device", 1)
-print(*all)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "5,2"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split()) == 2

@@ -377,6 +377,15 @@ def test_blocks_that_begin_at_other_tokens_are_two_pieces_each(
     assert copied(cache, cache, src_rows, dst_rows, num_tokens=tokens, **more) is not None
 
 
+@pytest.mark.parametrize("count", [64, 65, 127, 128, 3000])
+def test_one_side_may_have_few_rows_and_the_other_many(count: int) -> None:
+    """Scratch memory is enough for both, on each side of the number that is on the stack."""
+    large, small = blocks_of(3, *NHD, tokens=count), blocks_of(count + 2, *NHD, tokens=1)
+    rows = [*range(count, 0, -1)]
+    assert copied(large, small, [1], rows, num_tokens=count) is not None
+    assert copied(small, large, rows, [1], num_tokens=count) is not None
+
+
 @pytest.mark.parametrize("num_tokens", [8, 7])
 def test_keys_and_values_are_paired_apart_only_where_more_than_two_axes_are_left(
     num_tokens: int,

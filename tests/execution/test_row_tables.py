@@ -20,6 +20,7 @@ from kvplan import Rows, Transfer
 from kvplan.execution.binding import bind
 from kvplan.execution.rows import RowRequests
 from tests.execution.row_requests import ROW, cache, columns, forms
+from tests.native.writers import Here
 from tests.support.plans import lower_natively
 
 HOSTILE = [-1, -(2**63), 2**63 - 1, 2**63, 2**64, 10**30, 2**31, True]
@@ -97,6 +98,22 @@ def test_rows_that_were_never_made_move_nothing() -> None:
     rows = RowLowering.__new__(RowLowering)
     assert rows.lower([0], [0]) is None
     assert rows.move_now(Peer(os.getpid()), b"", None, {}, 0, None, [0], [0], 1 << 16) == 0
+
+
+@pytest.mark.parametrize("count", [64, 65, 128, 3000])
+def test_only_few_rows_of_each_side_are_moved_at_once(count: int) -> None:
+    """However few the other side has: their scratch memory is on the stack."""
+    here, peer = Here(), Peer(os.getpid())
+    peer.attach(here.generations.fd, here.generations.inode, here.generations.num_slots)
+    one, many = (1, count, count, 1, 0, False), (count, 1, 1, 1, 0, False)
+    table = [*range(count)]
+    for sides, tables in (((one, many), ([0], table)), ((many, one), (table, [0]))):
+        rows = RowLowering(*here.sides, *sides, 1, (), None, count, count)
+        here.dst[:] = 0
+        moved = rows.move_now(
+            peer, here.registered, None, {0: here}, 0, here, *tables, 1 << 16, count
+        )
+        assert moved == here.dst.sum() // 7 == (count if count <= 64 else 0)
 
 
 ODD = [

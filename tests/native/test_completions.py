@@ -24,6 +24,7 @@ from kvnative._executor import Executor
 from kvnative._layered import LAYER_MOVING, LayeredTask
 from kvnative._task import AnyTask, Task
 from tests.native.scatter import scatter
+from tests.support.ends import assert_no_outcome_before_its_end
 from tests.support.wrappers import delay, fail_at, hold, let_go, limit_batch, swap_at
 
 INLINE = 4096
@@ -116,6 +117,12 @@ def test_every_backend_reports_the_end_of_a_batch(host: Backend, wrap: str, nbyt
     expected = KVN_FAILED if "fa" in wrap or "refused" in wrap else KVN_OK
     assert task.wait(0).status == expected
     assert queue.take() == []
+
+
+def test_no_outcome_is_known_before_the_end_of_a_batch(host: Backend) -> None:
+    case = scatter([LARGE] * 6)
+    for backend in (host, striped([host] * 3, min_nbytes=1)):
+        assert_no_outcome_before_its_end(backend, case.descriptors)
 
 
 def test_a_held_task_is_queued_when_it_is_let_go_or_cancelled(host: Backend) -> None:

@@ -13,6 +13,7 @@ CHECKS = {
         *("merge_spans", "add_to_a_full_report", "sort_in_one_array", "find_intervals"),
         *("find_calls", "rename_process", "first_thread_ends", "thread_blocks_signals"),
     ),
+    "endings": ("ends_while_it_is_watched", "is_watched_while_it_ends"),
     "tasks": (
         *("pass_wakes", "open_wakes", "order_wakes", "gate_fails", "opened_again"),
         *("small_batches_in_a_hurry", "open_beside_failure", "abort_twice", "fail_beside_abort"),
@@ -45,6 +46,7 @@ SOURCES = {
         "core/thread.c",
         "host/identity.c",
     ),
+    "endings": (),
     "tasks": ("core/report.c", "core/executor.c", "core/layered.c"),
     "waiting": (
         *("core/report.c", "core/executor.c", "core/layered.c"),

@@ -14,8 +14,8 @@ from kvnative._native cimport (
 import math
 
 __all__ = [
-    "delay", "fail_at", "hold", "let_go", "limit_bandwidth", "limit_batch", "streams", "swap_at",
-    "trace",
+    "delay", "early_ends", "ends_seen", "fail_at", "hold", "let_go", "limit_bandwidth",
+    "limit_batch", "streams", "swap_at", "trace",
 ]
 
 cdef double NS_PER_MS = 1e6
@@ -30,6 +30,8 @@ cdef extern from "wrappers.h" nogil:
     kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch)
     kvn_backend *kvn_swap_at_create(kvn_backend *inner, uint64_t descriptor)
     kvn_backend *kvn_streams_create(kvn_backend *inner, int pending, int status)
+    kvn_backend *kvn_early_ends_create(kvn_backend *inner)
+    unsigned kvn_early_ends_seen(kvn_backend *self, unsigned *early)
     kvn_backend *kvn_trace_create(kvn_backend *inner, int fd)
 
 
@@ -118,6 +120,25 @@ def streams(Backend backend not None, int pending=0, int status=KVN_OK) -> Backe
     """
     backend.check_process()
     return Backend.adopt(kvn_streams_create(backend.handle, pending, status), backend, "streams")
+
+
+def early_ends(Backend backend not None) -> Backend:
+    """Poll each batch inside of its end, when the outcome may not be known yet."""
+    backend.check_process()
+    return Backend.adopt(kvn_early_ends_create(backend.handle), backend, "early_ends")
+
+
+def ends_seen(Backend watched not None) -> tuple[int, int]:
+    """Return how many batches `early_ends` has polled, and how many of them were over.
+
+    A batch that ends before its submission has returned is not polled.
+    """
+    cdef unsigned seen, early = 0
+    if watched.name != "early_ends":
+        raise ValueError(f"watched = {watched!r}: expected what early_ends() has returned")
+    watched.check_process()
+    seen = kvn_early_ends_seen(watched.handle, &early)
+    return seen, early
 
 
 def trace(Backend backend not None, int fd) -> Backend:

@@ -305,7 +305,11 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
 
 
 @pytest.mark.parametrize(
-    "name", ["reads_beside_a_copy", "sends_beside_a_copy", "waits_after_a_failed_send"]
+    "name",
+    [
+        *("reads_beside_a_copy", "sends_beside_a_copy", "waits_after_a_failed_send"),
+        "answers_after_a_failed_copy",
+    ],
 )
 def test_stage(check: Check, name: str) -> None:
     """With a device of the test, the socket acts between the begin and the end of a copy."""

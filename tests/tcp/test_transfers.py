@@ -18,6 +18,7 @@ from kvnative._executor import Executor
 from kvnative._tcp import TcpNativeLink, TcpService, tcp_backend
 from kvplan import CacheDesc, DataType, Rows, Shard, Transfer
 from kvplan.planning import reference
+from tests.support.ends import assert_no_outcome_before_its_end
 from tests.tcp.frames import Raw, answer
 from tests.tcp.peer import (
     DIRECTIONS,
@@ -118,6 +119,13 @@ class TestShapes:
         assert (report.status, report.bytes_done) == (KVN_OK, total), report.message
         assert np.array_equal(local, here)
         assert np.array_equal(steady_peer.memory, there)
+
+    @directions
+    def test_no_outcome_is_known_before_the_end_of_a_batch(
+        self, steady_peer: TcpPeer, steady_link: TcpNativeLink, local: Bytes, direction: str
+    ) -> None:
+        moved = steady_peer.descriptors(direction, local, SHAPES["one of 40 MiB"]())
+        assert_no_outcome_before_its_end(steady_peer.backend(steady_link, direction), moved)
 
     @given(data=st.data())
     @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -22,6 +22,7 @@ from kvnative._backend import (
 from kvnative._executor import Executor
 from kvnative._ucx import UcxEndpoint, UcxWorker
 from kvnative._ucx_backend import ucx_leased
+from tests.support.ends import assert_no_outcome_before_its_end
 from tests.ucx.peer import NBYTES, TIMEOUT_MS, Bytes, Range, UcxPeer, blocks, both
 
 DIRECTIONS = ["get", "put"]
@@ -77,6 +78,15 @@ def test_layers(
             task.open(layer)
         assert task.wait(TIMEOUT_MS).status == KVN_OK
     np.testing.assert_array_equal(local, here)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_no_outcome_is_known_before_the_end_of_a_batch(
+    peer: UcxPeer, endpoint: UcxEndpoint, whole: Range, local: Bytes, direction: str
+) -> None:
+    moved = peer.descriptors(direction, local, [(0, 0, NBYTES)])
+    assert_no_outcome_before_its_end(peer.backend(endpoint, direction, [whole]), moved)
+    peer.fill()
 
 
 def test_several_threads(worker: UcxWorker, peer: UcxPeer, whole: Range) -> None:

@@ -40,6 +40,11 @@ kvn_backend *kvn_swap_at_create(kvn_backend *inner, uint64_t descriptor);
  * is over) and then `status`, with code 7 and a message that names the stream. */
 kvn_backend *kvn_streams_create(kvn_backend *inner, int pending, int status);
 
+/* Polls each batch inside of its `end`, when no outcome may be known yet. kvn_early_ends_seen returns the number of
+ * batches that were polled, and how many of them were over: not those that end inside of `submit`. */
+kvn_backend *kvn_early_ends_create(kvn_backend *inner);
+unsigned kvn_early_ends_seen(kvn_backend *self, unsigned *early);
+
 /* Writes a line of JSON to `fd` when a call of the vtable returns: call, request (the number of the
  * batch), first, count, nbytes, status, us (CLOCK_MONOTONIC, microseconds). */
 kvn_backend *kvn_trace_create(kvn_backend *inner, int fd);

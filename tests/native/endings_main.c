@@ -1,0 +1,54 @@
+/* The end of a task between the steps of the call that watches it, and the other way round. */
+#include "core/completions.h"
+
+#include "check.h"
+
+static void (*beside)(void); /* what another thread does behind the next bits that are set */
+
+static unsigned set_bits(atomic_uint *state, unsigned bits)
+{
+    const unsigned before = atomic_fetch_or(state, bits);
+    void (*const run)(void) = beside;
+
+    beside = NULL;
+    if (run)
+        run();
+    return before;
+}
+
+#undef atomic_fetch_or_explicit
+#define atomic_fetch_or_explicit(state, bits, order) set_bits(state, bits)
+#include "core/completions.c"
+
+static kvn_completions queue;
+static kvn_ending ending;
+
+static void watch(void) { kvn_ending_watch(&ending, &queue, 7); }
+static void end(void) { kvn_ending_end_part(&ending, KVN_OK); }
+
+/* Runs one call inside of the other, and expects the token once. */
+static void expect_one(void (*outer)(void), void (*inner)(void))
+{
+    uint64_t tokens[2];
+
+    CHECK(kvn_completions_init(&queue) == 0);
+    kvn_ending_init(&ending, 1);
+    beside = inner;
+    outer();
+    CHECK(!beside && kvn_completions_take(&queue, tokens, 2) == 1 && tokens[0] == 7);
+    kvn_ending_leave(&ending);
+    kvn_completions_fini(&queue);
+}
+
+static void ends_while_it_is_watched(void) { expect_one(watch, end); }
+static void is_watched_while_it_ends(void) { expect_one(end, watch); }
+
+int main(int count, char **arguments)
+{
+    static const check_row rows[] = {
+        {"ends_while_it_is_watched", ends_while_it_is_watched},
+        {"is_watched_while_it_ends", is_watched_while_it_ends},
+    };
+
+    return run_check(count, arguments, rows, sizeof rows / sizeof *rows);
+}
