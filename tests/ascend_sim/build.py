@@ -169,7 +169,8 @@ def _link(library: Library, objects: list[Path], folder: Path) -> None:
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = os.environ | {"LD_PRELOAD": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
 

@@ -116,7 +116,8 @@ def _link(made: Path, inputs: list[Path]) -> None:
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = os.environ | {"LD_PRELOAD": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
 

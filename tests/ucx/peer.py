@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -55,6 +56,7 @@ def stand_in(folder: Path, name: str, ucx: str, *flags: str) -> str:
             *(Path(__file__).with_name(f"{name}.c"), "-ldl"),
             *("-Wl,--no-as-needed", ucx, f"-Wl,-rpath,{Path(ucx).parent}"),
         ],
+        env=os.environ | {"LD_PRELOAD": ""},
         check=True,
     )
     return str(made)
