@@ -8,6 +8,7 @@ import mmap
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,11 @@ import pytest
 from kvnative._acl import AclError, AclLibrary
 from kvnative._backend import KVN_INVALID, KVN_NO_DEVICE_MEMORY, NativeError
 from kvnative._device import Device, DeviceBuffer, DeviceError
+from kvnative._hccl import Communicator
 from kvnative._hccl_memory import HcclLibrary, Region
 from kvnative._pinned import Pinned, allocate_host, pin, pinned_by
 from tests.ascend.acl_cases import VARIANT
+from tests.ascend.hccl_ends import rank_table
 from tests.ascend.simulator import Controls, Log, found
 
 OLD = VARIANT == "8.1"
@@ -286,6 +289,19 @@ def test_a_threads_own_context_stays_current(device: Device, simulator: Controls
         assert acl.aclrtDestroyContext(own) == 0
 
 
+def communicate(device: Device, buffer: DeviceBuffer, _: int) -> None:
+    """Bind and prepare a communicator: one of these calls is refused."""
+    hccl = HcclLibrary.load(device.library)
+    table = rank_table("1.0").replace('"device_id": "0"', f'"device_id": "{device.id}"')
+    with ExitStack() as held:
+        region = Region(hccl, device, buffer.address, 4096, on_device=True)
+        held.callback(region.close)
+        communicator = Communicator(hccl, device, table, 0, 1, "refused")
+        held.callback(communicator.close)
+        communicator.bind(region)
+        communicator.prepare(1000)
+
+
 REFUSED: dict[str, Callable[[Device, DeviceBuffer, int], object]] = {
     "aclrtMallocAlign32": lambda device, *_: device.allocate(100),
     "aclrtMallocHost": lambda device, *_: allocate_host(device, 100),
@@ -300,6 +316,8 @@ REFUSED: dict[str, Callable[[Device, DeviceBuffer, int], object]] = {
     "HcclRegisterGlobalMem": lambda device, buffer, _: Region(
         HcclLibrary.load(device.library), device, buffer.address, 4096, on_device=True
     ),
+    "HcclCommBindMem": communicate,
+    "HcclCommPrepare": communicate,
 }
 
 

@@ -7,7 +7,6 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "core/report.h"
 #include "tcp/stage.h"
 
 #define CHECK(condition)                                                                \
@@ -26,7 +25,6 @@ static int ends[2];
 static unsigned begun, waited;
 static int unread_at_wait[4];
 static void (*on_begin)(void);
-static bool fails; /* copies are refused */
 
 /* ---- the device ---- */
 
@@ -52,8 +50,6 @@ static kvn_device device = {.ops = &ops, .context = &device, .mutex = PTHREAD_MU
 static int submit(kvn_backend *self, const kvn_columns *batch, kvn_request **out, kvn_report *report)
 {
     (void)self;
-    if (fails)
-        return kvn_report_refuse(report, batch->count, KVN_FAILED, 0, "said");
     report->status = KVN_OK;
     for (size_t i = 0; i < batch->count; i++)
         memcpy((void *)(uintptr_t)batch->dst[i], (void *)(uintptr_t)batch->src[i], batch->nbytes[i]);
@@ -168,35 +164,6 @@ static void waits_after_a_failed_send(void)
     kvn_tcp_close(&stream);
 }
 
-/* A copy that failed says nothing about an answer that comes later, and before the bytes that it announces. */
-static void answers_after_a_failed_copy(void)
-{
-    static uint8_t answer[16], dropped[PIECE];
-    ssize_t got = -EAGAIN;
-    kvn_tcp_parts parts;
-    kvn_tcp_stream stream = begin(&parts);
-
-    stream.fd = ends[1];
-    fails = true;
-    for (size_t at = 0; got == -EAGAIN;) {
-        const ssize_t some = write(ends[0], sent + at, PIECE - at);
-        CHECK(some > 0);
-        at += (size_t)some;
-        got = kvn_tcp_receive(&stream, &parts);
-    }
-    CHECK(got == -EREMOTEIO);
-    fails = false;
-    kvn_tcp_parts_begin(&parts);
-    kvn_tcp_parts_add(&parts, dropped, sizeof dropped);
-    CHECK(kvn_tcp_receive(&stream, &parts) == sizeof dropped && memcmp(dropped, sent, sizeof dropped) == 0);
-    CHECK(write(ends[0], sent, sizeof answer) == sizeof answer);
-    kvn_tcp_parts_begin(&parts);
-    kvn_tcp_parts_add(&parts, answer, sizeof answer);
-    kvn_tcp_parts_add_of(&parts, &device, (uintptr_t)memory, PIECE);
-    CHECK(kvn_tcp_receive(&stream, &parts) == sizeof answer && memcmp(answer, sent, sizeof answer) == 0);
-    kvn_tcp_close(&stream);
-}
-
 int main(int argc, char **argv)
 {
     const char *name = argc > 1 ? argv[1] : "";
@@ -205,8 +172,6 @@ int main(int argc, char **argv)
         reads_beside_a_copy();
     else if (strcmp(name, "sends_beside_a_copy") == 0)
         sends_beside_a_copy();
-    else if (strcmp(name, "answers_after_a_failed_copy") == 0)
-        answers_after_a_failed_copy();
     else
         waits_after_a_failed_send();
     return 0;

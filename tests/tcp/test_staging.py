@@ -305,11 +305,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("reads_beside_a_copy", "sends_beside_a_copy", "waits_after_a_failed_send"),
-        "answers_after_a_failed_copy",
-    ],
+    "name", ["reads_beside_a_copy", "sends_beside_a_copy", "waits_after_a_failed_send"]
 )
 def test_stage(check: Check, name: str) -> None:
     """With a device of the test, the socket acts between the begin and the end of a copy."""
