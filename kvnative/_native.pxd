@@ -94,8 +94,8 @@ cdef extern from "host/measure.h" nogil:
         kvn_tuning tuning
         unsigned threads
     int kvn_measure(
-        const kvn_candidate *candidates, unsigned count, const kvn_columns *batch, unsigned rounds,
-        int64_t deadline_ns, int64_t *ns, double *share)
+        const kvn_candidate *candidates, unsigned count, const kvn_columns *batch, size_t at_once,
+        unsigned rounds, int64_t deadline_ns, int64_t *ns, double *share)
 
 cdef extern from "host/host.h" nogil:
     kvn_backend *kvn_host_create(kvn_pool *pool)

@@ -26,6 +26,7 @@ def measure_copies(
     candidates: Sequence[Tuning],
     descriptors: Descriptors,
     *,
+    at_once: int,
     rounds: int,
     deadline_ns: int,
 ) -> tuple[list[list[int]], float]: ...

@@ -66,12 +66,13 @@ cdef int fill_tuning(object given, kvn_tuning *tuning) except -1:
     return 0
 
 
-def measure_copies(candidates, Descriptors descriptors not None, *, int rounds,
+def measure_copies(candidates, Descriptors descriptors not None, *, size_t at_once, int rounds,
                    int64_t deadline_ns):
-    """Time transfers of the descriptors with each tuning in turn, each with its own threads.
+    """Time transfers with each tuning in turn, each with its own threads.
 
     Args:
         candidates: tunings.
+        at_once: number of descriptors of a copy; each copy takes the next ones.
         rounds: number of turns of each tuning, with three copies each, of which the fastest counts.
         deadline_ns: CLOCK_MONOTONIC time after which no copy begins.
 
@@ -82,6 +83,8 @@ def measure_copies(candidates, Descriptors descriptors not None, *, int rounds,
     if not 1 <= len(candidates) <= 64 or not 1 <= rounds <= 1000:
         raise ValueError(f"{len(candidates)} candidates, rounds = {rounds}: expected 1 to 64, 1 to"
                          " 1000")
+    if not 1 <= at_once <= len(descriptors):
+        raise ValueError(f"at_once = {at_once}: expected 1 to {len(descriptors)}")
     cdef unsigned count = len(candidates)
     cdef kvn_candidate *native = <kvn_candidate *>calloc(count, sizeof(kvn_candidate))
     cdef int64_t *ns = <int64_t *>calloc(count * rounds, sizeof(int64_t))
@@ -96,7 +99,8 @@ def measure_copies(candidates, Descriptors descriptors not None, *, int rounds,
             native[<unsigned>i].threads = tuning.threads
         columns = descriptors.hold_columns()
         with nogil:
-            done = kvn_measure(native, count, &columns, rounds, deadline_ns, ns, &share)
+            done = kvn_measure(native, count, &columns, at_once, rounds, deadline_ns, ns,
+                               &share)
             error = errno
             descriptors.release()
         if done < 0:

@@ -13,7 +13,7 @@ from kvplan.cli.tune.host import BUDGET_MS, calibrate
 from kvplan.execution.tuning import Finding
 
 MIB = 1 << 20
-BUILTIN = Tuning(4, 24 * MIB, 512 << 10)
+BUILTIN = Tuning(4, 4 * MIB, 512 << 10)
 
 
 class Machine:
@@ -60,7 +60,7 @@ class Machine:
         return calibrate(builtin, self.measure, self.clock)
 
 
-def usual(cache_nbytes: int = 24 * MIB) -> Callable[[int, Tuning], float]:
+def usual(cache_nbytes: int = 4 * MIB) -> Callable[[int, Tuning], float]:
     """As built in: 60 GB/s in the cache, 15 past it, and 25 with stores that bypass it."""
 
     def ns(nbytes: int, tuning: Tuning) -> float:
@@ -83,7 +83,7 @@ def test_noise_changes_nothing(noise: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cache_mib", "bypass_mib"), [(4, 8), (8, 8), (10, 16), (20, 24), (32, 32), (100, 64)]
+    ("cache_mib", "bypass_mib"), [(1, 1), (2, 2), (3, 4), (6, 8), (16, 16), (100, 32)]
 )
 def test_caches_of_another_size(cache_mib: int, bypass_mib: int) -> None:
     found = Machine(usual(cache_mib * MIB), 0.1).tuned()
@@ -98,7 +98,7 @@ def test_a_clearly_faster_tuning_is_used() -> None:
         return usual()(nbytes, tuning) * faster
 
     found = Machine(ns, 0.05).tuned()
-    assert found.tuning == Tuning(2, 24 * MIB, 1 << 20)
+    assert found.tuning == Tuning(2, 4 * MIB, 1 << 20)
     assert any(reason.startswith("threads: 2, ") for reason in found.reasons)
 
 
@@ -112,9 +112,9 @@ def test_a_little_faster_is_not() -> None:
 @pytest.mark.parametrize(
     "machine",
     [
-        Machine(usual(4 * MIB), share=0.6),  # others have the cores, all the time
-        Machine(usual(4 * MIB), noise=9.0),  # or now and then
-        Machine(lambda *copy: 100 * usual(4 * MIB)(*copy)),  # or it is too slow to tell in time
+        Machine(usual(MIB), share=0.6),  # others have the cores, all the time
+        Machine(usual(MIB), noise=9.0),  # or now and then
+        Machine(lambda *copy: 100 * usual(MIB)(*copy)),  # or it is too slow to tell in time
     ],
 )
 def test_a_busy_machine_is_as_built_in_and_says_so(machine: Machine) -> None:
@@ -127,13 +127,13 @@ def test_a_busy_machine_is_as_built_in_and_says_so(machine: Machine) -> None:
 def test_the_time_is_kept(slower: int) -> None:
     """Only the copies that are under way when it is over come on top: three in a row."""
     machine = Machine(lambda *copy: slower * usual()(*copy))
-    copy_ms = 3 * slower * usual()(32 * MIB, BUILTIN) / 1e6
+    copy_ms = 3 * slower * usual()(16 * MIB, BUILTIN) / 1e6
     assert machine.tuned().took_ms <= BUDGET_MS + copy_ms + 1
 
 
 def test_a_processor_that_cannot_write_past_the_caches() -> None:
     builtin = BUILTIN._replace(bypass_nbytes=NEVER)
-    found = Machine(usual(4 * MIB)).tuned(builtin)
+    found = Machine(usual(MIB)).tuned(builtin)
     assert (found.tuning, found.sure) == (builtin, True)
     assert not any("past the caches" in reason for reason in found.reasons)
 

@@ -123,16 +123,40 @@ def test_a_tuning_is_checked(field: str, value: object, expected: str) -> None:
 def test_measuring_copies_and_ends_with_the_time() -> None:
     case = scatter([100_000] * 30)
     tunings = [builtin_tuning()._replace(threads=2), builtin_tuning()._replace(threads=1)]
-    rounds, share = measure_copies(tunings, case.descriptors, rounds=3, deadline_ns=2**63 - 1)
+    forever = 2**63 - 1
+    rounds, share = measure_copies(
+        tunings, case.descriptors, at_once=30, rounds=3, deadline_ns=forever
+    )
     case.assert_moved()
     assert [len(times) for times in rounds] == [2, 2, 2]
     assert all(ns > 0 for times in rounds for ns in times)
     assert share > 0
-    late, _ = measure_copies(tunings, case.descriptors, rounds=3, deadline_ns=0)
+    late, _ = measure_copies(tunings, case.descriptors, at_once=30, rounds=3, deadline_ns=0)
     assert late == []
     with pytest.raises(ValueError, match="rounds = 0: expected 1 to 64, 1 to 1000"):
-        measure_copies(tunings, case.descriptors, rounds=0, deadline_ns=0)
+        measure_copies(tunings, case.descriptors, at_once=30, rounds=0, deadline_ns=0)
+    for wrong in (0, 31):
+        with pytest.raises(ValueError, match=f"at_once = {wrong}: expected 1 to 30"):
+            measure_copies(tunings, case.descriptors, at_once=wrong, rounds=1, deadline_ns=0)
     write_again(case.descriptors)
+
+
+@pytest.mark.parametrize(
+    ("at_once", "rounds", "moved"), [(5, 1, 15), (5, 2, 25), (9, 1, 27), (9, 3, 27), (28, 1, 28)]
+)
+def test_each_measured_copy_takes_the_next_descriptors(
+    at_once: int, rounds: int, moved: int
+) -> None:
+    """Three copies in a round; where too few descriptors are left, the first ones come again."""
+    case = scatter([10_000] * 28)
+    measure_copies(
+        [builtin_tuning()],
+        case.descriptors,
+        at_once=at_once,
+        rounds=rounds,
+        deadline_ns=2**63 - 1,
+    )
+    case.assert_moved({*range(moved)})
 
 
 def test_many_tiny_descriptors() -> None:

@@ -20,6 +20,8 @@ typedef struct measurement {
     const kvn_candidate *candidates;
     unsigned count, rounds;
     const kvn_columns *batch;
+    size_t at_once; /* descriptors of a copy */
+    size_t next;    /* the first descriptor of the next copy */
     int64_t deadline_ns;
     int64_t *ns;
     int64_t wanted_ns; /* processor time, if each thread had a processor */
@@ -45,7 +47,22 @@ static void close_mover(mover *it)
     kvn_pool_destroy(it->pool);
 }
 
-/* Nanoseconds of one copy of the batch; -1 with errno set. */
+/* The descriptors of the next copy, which are in no cache if the whole batch is larger than the caches. */
+static kvn_columns next_part(measurement *self)
+{
+    kvn_columns part = *self->batch;
+
+    if (self->next + self->at_once > part.count)
+        self->next = 0;
+    part.dst += self->next;
+    part.src += self->next;
+    part.nbytes += self->next;
+    part.count = self->at_once;
+    self->next += self->at_once;
+    return part;
+}
+
+/* Nanoseconds of one copy; -1 with errno set. */
 static int64_t copy_once(const mover *it, const kvn_columns *batch)
 {
     const kvn_backend_vtable *calls = it->backend->vtable;
@@ -83,7 +100,8 @@ static int measure_rounds(measurement *self, const mover *movers)
         for (unsigned i = 0; i < self->count; i++) {
             int64_t fastest = INT64_MAX;
             for (int turn = 0; turn < IN_A_ROW; turn++) {
-                int64_t took = copy_once(&movers[i], self->batch);
+                const kvn_columns part = next_part(self);
+                int64_t took = copy_once(&movers[i], &part);
                 if (took < 0)
                     return -1;
                 if (took < fastest)
@@ -119,7 +137,7 @@ static void *measure_main(void *argument)
 }
 
 int kvn_measure(const kvn_candidate *candidates, unsigned count, const kvn_columns *batch,
-                unsigned rounds, int64_t deadline_ns, int64_t *ns, double *share)
+                size_t at_once, unsigned rounds, int64_t deadline_ns, int64_t *ns, double *share)
 {
     kvn_columns whole = *batch;
     measurement self = {
@@ -127,6 +145,7 @@ int kvn_measure(const kvn_candidate *candidates, unsigned count, const kvn_colum
         .count = count,
         .rounds = rounds,
         .batch = &whole,
+        .at_once = at_once,
         .deadline_ns = deadline_ns,
         .ns = ns,
         .done = -1,
