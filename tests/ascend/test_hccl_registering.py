@@ -179,3 +179,16 @@ def test_an_address_that_is_not_registered(one: Side, two: Side) -> None:
     link, _ = link_both(one, two)
     with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
         link.memory([two.buffer.address - 1], 10)
+
+
+@pytest.mark.parametrize("what", ["registration", "pool"])
+def test_host_memory_that_hccl_refuses_is_not_held_though_its_refusal_is(
+    one: Side, simulator: Controls, what: str
+) -> None:
+    simulator.add_fault("HcclRegisterGlobalMem:1=2")
+    transport, memory = one.transport, bytearray(4096)
+    call = transport.preregister_pool if what == "pool" else transport.register
+    with pytest.raises(LLMException) as caught:
+        call(memory)
+    memory.extend(b"more")
+    assert "HcclRegisterGlobalMem" in str(caught.value)

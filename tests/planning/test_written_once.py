@@ -51,6 +51,9 @@ def tables(draw: st.DrawFn) -> Segments:
 @example(  # the second reaches into the first's next row
     Segments([0, 0], [0, 12], [10, 8], [([2, 2], 1, 16)])
 )
+@example(  # the last row of the first reaches into the next, which the second is in
+    Segments([0, 0], [40, 98], [12, 4], [([2, 1], 1, 48)])
+)
 @example(  # the third is in a later row of the first, behind one that ends before it
     Segments([0, 0, 0], [0, 24, 48], [4, 4, 4], [([3, 1, 1], 1, 48)])
 )

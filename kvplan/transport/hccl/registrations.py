@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvplan.status import LLMException, invalid
 from kvplan.system.logs import Log
@@ -13,7 +13,7 @@ from kvplan.transport.announced import AnnouncedRegistrations
 from kvplan.transport.hccl.connections import Connections
 from kvplan.transport.hccl.device import HcclDevice, whole_pages
 from kvplan.transport.hccl.metadata import MAX_SLOTS, Range
-from kvplan.transport.host_memory import host_range
+from kvplan.transport.host_memory import host_range, released_if_refused
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.registrations import Found, Registration
 
@@ -49,7 +49,7 @@ class _Memory(NamedTuple):
     address: int
     nbytes: int
     on_device: bool
-    keep: object
+    keep: Any  # the pin of host memory, or the buffer; None: the caller keeps it in place
     whole: tuple[int, int] | None
 
 
@@ -77,8 +77,7 @@ class HcclRegistrations(AnnouncedRegistrations[Range, Covered, Connections]):
 
     def preregister_pool(self, memory: Registrable, keep: object) -> None:
         """See `Transport.preregister_pool`: one region, so that parts do not renew connections."""
-        found = self._locate(memory, writable=True)
-        covered = self._cover(found._replace(keep=(found.keep, keep)))
+        covered = self._cover(self._locate(memory, writable=True), keep)
         with self.mutex:
             if not self._closed:
                 self._pools.append(covered)
@@ -109,8 +108,7 @@ class HcclRegistrations(AnnouncedRegistrations[Range, Covered, Connections]):
 
     def _locate(self, memory: Registrable, *, writable: bool) -> _Memory:
         if isinstance(memory, DeviceRange):
-            buffer = memory.buffer
-            if buffer is None:
+            if (buffer := memory.buffer) is None:
                 self._hccl.device.check_range("memory", memory.address, memory.nbytes)
             whole = None if buffer is None else (buffer.address, buffer.nbytes)
             return _Memory(memory.address, memory.nbytes, True, buffer, whole)
@@ -124,14 +122,16 @@ class HcclRegistrations(AnnouncedRegistrations[Range, Covered, Connections]):
         whole = None if arena is None else (arena.address, arena.nbytes)
         return _Memory(address, nbytes, False, pin, whole)
 
-    def _cover(self, found: _Memory) -> Covered:
-        address, nbytes, on_device, keep, whole = found
+    def _cover(self, found: _Memory, also: object = None) -> Covered:
+        address, nbytes, on_device, pin, whole = found
+        keep = pin if also is None else (pin, also)
         pages = partial(whole_pages, self._hccl.device if on_device else None)
         address, nbytes = pages(address, nbytes)
         whole = whole and pages(*whole)
-        regions = self._hccl.regions.cover(
-            address, nbytes, on_device=on_device, owner=keep, whole=whole
-        )
+        with released_if_refused(None if on_device else pin):
+            regions = self._hccl.regions.cover(
+                address, nbytes, on_device=on_device, owner=keep, whole=whole
+            )
         covered = Covered(self._hccl, regions, keep)
         if any(region.on_device is not on_device for region in regions):
             covered.release()
