@@ -212,6 +212,8 @@ class Rendezvous:
         for outcome in await asyncio.gather(*ends, return_exceptions=True):
             if isinstance(outcome, LLMException):
                 if outcome.status_code is LLMStatusCode.LLM_LINK_BUSY:
+                    if comm.status is RegisterMemStatus.PREPARING:
+                        self._conclude(comm, "it was unlinked before all members were linked")
                     raise outcome
             elif isinstance(outcome, BaseException):
                 raise outcome

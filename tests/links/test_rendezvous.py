@@ -237,6 +237,23 @@ def test_transfers_in_flight_keep_the_communicator(make_end: MakeEnd, comm_dir: 
     one.links.comm_unlink(1)
 
 
+def test_a_communicator_that_is_not_prepared_any_more_has_failed(
+    make_end: MakeEnd, comm_dir: str
+) -> None:
+    """Its links stay, as one of them is in use; the last member is not linked."""
+    one, two = (make_end(i, listen="", comm_dir=comm_dir) for i in (1, 2))
+    for end in (one, two):
+        end.links.comm_link("name", {1: 0, 2: 1, 3: 2})
+    one.wait_for(2, "LINKED")
+    link = one.links.get(2)
+    link.begin(link)
+    with refused(LLMStatusCode.LLM_LINK_BUSY, "1 operation in flight"):
+        one.links.comm_unlink(1)
+    assert settle(one, 1) is FAILED
+    link.end(link)
+    one.links.comm_unlink(1)
+
+
 def test_an_engine_of_another_communicator_of_that_name_is_refused(
     make_end: MakeEnd, comm_dir: str
 ) -> None:
