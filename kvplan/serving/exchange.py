@@ -252,7 +252,11 @@ class Exchange:
             self._call(self._fetch, request, reference, None)
 
     def wait(self, timeout_ms: float) -> bool:
-        """Wait for a result or a freed request; return False after the timeout, ValueError: < 0."""
+        """Wait for a result or a freed request; return False after the timeout.
+
+        Raises:
+            ValueError: timeout_ms is < 0 or NaN.
+        """
         check_timeout(timeout_ms)
         with self._news:
             return self._news.wait_for(self._has_news, min(timeout_ms / 1000, TIMEOUT_MAX))
