@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from threading import TIMEOUT_MAX
 from typing import Final
 
 from kvnative._signals import Condition, Mutex
@@ -38,7 +39,7 @@ from kvplan.status import LLMException, invalid
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
 from kvplan.types import Cache
-from kvplan.validation import check_type, shown
+from kvplan.validation import check_timeout, check_type, shown
 
 logger = Log("kvplan.serving")
 
@@ -251,9 +252,14 @@ class Exchange:
             self._call(self._fetch, request, reference, None)
 
     def wait(self, timeout_ms: float) -> bool:
-        """Wait for a result or a freed request; return False after the timeout."""
+        """Wait for a result or a freed request; return False after the timeout.
+
+        Raises:
+            ValueError: timeout_ms is < 0 or NaN.
+        """
+        check_timeout(timeout_ms)
         with self._news:
-            return self._news.wait_for(self._has_news, timeout_ms / 1000)
+            return self._news.wait_for(self._has_news, min(timeout_ms / 1000, TIMEOUT_MAX))
 
     @property
     def is_fetching(self) -> bool:

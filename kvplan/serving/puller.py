@@ -391,6 +391,8 @@ class Puller:
 
     def _move(self, pull: Pull, granted: Sequence[_Granted], target: Target) -> None:
         """Pull the missing tokens; after a return or an error no byte is touched."""
+        if pull.cancelled is not None:  # while this waited for a thread
+            raise pull.cancelled
         started = time.perf_counter()
         total, missing = pull.reference.num_tokens, target.first_token
         try:
@@ -421,14 +423,17 @@ class Puller:
             self._end(pull, target, None)
 
     async def _send_done(self, pull: Pull) -> None:
-        """Tell the sources to free the blocks; link with those that no worker reads."""
-        for source in (*(() if pull.done_sent else pull.sources), *pull.spare):
-            try:
-                if source in pull.spare:
-                    await self._greet(pull, source)
-                await self._producers.notify(source.cluster_id, pull.done(source))
-            except LLMException as error:  # its lease will expire
-                logger.debug("%s: cluster %d: %s", pull.request, source.cluster_id, error)
+        """Tell the sources to free the blocks. A stopped one delays no other."""
+        sources = (*(() if pull.done_sent else pull.sources), *pull.spare)
+        await asyncio.gather(*map(partial(self._send_done_to, pull), sources))
+
+    async def _send_done_to(self, pull: Pull, source: Source) -> None:
+        try:
+            if source in pull.spare:  # no worker has linked with it
+                await self._greet(pull, source)
+            await self._producers.notify(source.cluster_id, pull.done(source))
+        except LLMException as error:  # its lease will expire
+            logger.debug("%s: cluster %d: %s", pull.request, source.cluster_id, error)
 
 
 def closed() -> LLMException:

@@ -166,6 +166,9 @@ class ConnectorScheduler:
                 self._computing[request.request_id] = computed
         if not params.get("do_remote_prefill"):
             return
+        if request.request_id in self._fetching:  # of an aborted request; workers would refuse it
+            client_log.warning("%s: its name is in use; computed here", request.request_id)
+            return
         try:
             theirs = Reference.from_dict(params.get(REFERENCE) or {})
         except LLMException as error:

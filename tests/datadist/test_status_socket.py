@@ -204,6 +204,9 @@ def test_a_stopped_process_delays_no_other() -> None:
         (answer,) = (record for record in read_all(timeout_s=0.1) if record.pid == peer.process.pid)
         assert answer.document is None
         assert "no answer within 0.1 s" in answer.error
+        for _ in range(20):  # each leaves a connection in its queue, until that is full
+            found = {record.pid: record.error for record in read_all(timeout_s=0.01)}
+            assert "no answer within 0.01 s" in found[peer.process.pid]
         peer.resume()
         assert len(said_by(peer.process.pid, 1)) == 1
 

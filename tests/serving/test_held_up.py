@@ -17,7 +17,7 @@ from kvplan.serving.messages import Ask, encode, pieces
 from kvplan.serving.pusher import MAX_GOAL_NBYTES, Goal
 from kvplan.serving.tables import Place
 from tests.faults.gate import Gate
-from tests.serving.test_exchange import MakePeer, MakeWorker
+from tests.serving.test_exchange import MakePeer, MakeWorker, failed
 from tests.serving.worker import INSTANCE, Worker, handle, prompt, reference
 from tests.support.refusals import refused
 
@@ -59,6 +59,29 @@ def test_messages_go_out_while_all_transfers_wait(
     assert gated.exchange.wait(60_000)
     assert [result.error for result in gated.exchange.take_results()] == [None]
     assert gated.has(11, [7, 1, 30], 0, 21)
+
+
+def test_a_request_that_is_cancelled_while_it_waits_for_another_one_is_not_moved(
+    gate: Gate, gated: Worker, make_worker: MakeWorker
+) -> None:
+    one = make_worker(1)
+    one.finish(0, 11, [4, 9, 2], 21)
+    one.finish(1, 12, [5, 8, 3], 21)
+    gated.exchange.fetch("held", reference([one.source], 0, 11, 21), Target([7, 1, 30]))
+    gate.wait()
+    gated.exchange.fetch("waits", reference([one.source], 1, 12, 21), Target([8, 2, 29]))
+    while (pull := gated.exchange._puller.pulls.get("waits")) is None or not pull.handles:
+        select.select([], [], [], 0.001)
+    gated.exchange.cancel("waits")
+    while pull.cancelled is None:
+        select.select([], [], [], 0.001)
+    gate.open()
+    results = {}
+    while len(results) < 2:
+        assert gated.exchange.wait(60_000)
+        results |= {result.request: result for result in gated.exchange.take_results()}
+    assert results["held"].error is None
+    assert failed(results["waits"], "the request was cancelled")
 
 
 def test_who_waits_for_another_request_is_left_alone(make_worker: MakeWorker) -> None:

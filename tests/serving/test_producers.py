@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from kvplan import ClusterInfo, LlmDataDist, LLMException, LLMStatusCode
-from kvplan.serving.messages import Compatibility, Hello, Source
+from kvplan.serving.messages import Compatibility, Done, Handle, Hello, Reference, Source
 from kvplan.serving.producers import Producers
+from kvplan.serving.puller import Pull, Puller
 from kvplan.serving.tasks import ExchangeOptions
 from tests.support.refusals import refused
 
@@ -80,3 +81,36 @@ def test_a_failure_is_of_one_address_and_one_process() -> None:
         assert engine.tries == 3
 
     asyncio.run(tried())
+
+
+def test_a_stopped_producer_of_a_request_does_not_keep_others_from_freeing_it() -> None:
+    """None of three is told later because an earlier one, or one without a reader, is stopped."""
+    sources = [Source(number, f"127.0.0.1:{number}") for number in (1, 2, 3, 4)]
+    told: list[int] = []
+
+    class Stopped:
+        async def greet(self, source: Source, instance: bytes) -> None:
+            if source.cluster_id == 3:
+                await asyncio.Event().wait()
+
+        async def notify(self, cluster_id: int, message: Done) -> None:
+            if cluster_id == 1:
+                await asyncio.Event().wait()
+            told.append(cluster_id)
+
+    async def ended() -> None:
+        nothing: Any = None
+        puller = Puller(
+            nothing, [], cast(Producers, Stopped()), rank=0, push=False, options=ExchangeOptions(),
+            movers=nothing, helpers=nothing, report=nothing,
+        )  # fmt: skip
+        reference = Reference(b"producer", Handle.new(), b"digest", 8, tuple(sources))
+        target = asyncio.get_running_loop().create_future()
+        pull = Pull("one", reference, (*sources[:2],), (*sources[2:],), [1, 1, 1, 1], target)
+        sending = asyncio.create_task(puller._send_done(pull))
+        for _ in range(8):  # turns of the loop
+            await asyncio.sleep(0)
+        assert sorted(told) == [2, 4]
+        sending.cancel()
+
+    asyncio.run(ended())

@@ -120,6 +120,17 @@ def test_without_proc_nothing_is_limited(tmp_path: Path) -> None:
     assert memory_limit(tmp_path) is None
 
 
+@pytest.mark.parametrize(
+    ("meminfo", "nbytes"), [("MemTotal: 4 kB\n", 4096), ("SwapTotal: 4 kB\n", None), ("", None)]
+)
+def test_a_system_may_leave_sizes_out(tmp_path: Path, meminfo: str, nbytes: int | None) -> None:
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text(meminfo)
+    (tmp_path / "proc" / "self" / "cgroup").touch()
+    limit = memory_limit(tmp_path)
+    assert (None if limit is None else limit[0]) == nbytes
+
+
 @pytest.fixture
 def small_cgroup() -> Iterator[Path]:
     """A cgroup of 256 MiB, where this process may make one."""

@@ -270,6 +270,24 @@ def test_a_request_that_has_not_finished_is_expected_by_its_name(
     assert consumer.take_step().cancelled == ["r1"]  # nobody waits for it any more
 
 
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_name_that_an_aborted_request_still_has_is_not_fetched(
+    producer: ConnectorScheduler, consumer: ConnectorScheduler, reported: bool
+) -> None:
+    """Clients choose names. The worker would refuse this one, which would end vLLM's engine."""
+    first, again = (request(kv_transfer_params=finished(producer, name)) for name in ("a", "b"))
+    consumer.arrived(first)
+    consumer.allocated(first, ([1, 2, 3],), len(PROMPT))
+    consumer.finished(first, ([1, 2, 3],))
+    consumer.take_step()
+    if reported:
+        consumer.fetched(["r1"])
+    consumer.arrived(again)
+    step = consumer.take_step()
+    assert (len(step.expected), len(step.dropped)) == (int(reported), 0)
+    assert consumer.missing_tokens(again, 0) == (len(PROMPT) if reported else 0)
+
+
 @pytest.mark.parametrize("transfer", [7, "x" * 129, "a\n", None])
 def test_a_transfer_that_has_no_name_is_none(producer: ConnectorScheduler, transfer: Any) -> None:
     model = computing()
