@@ -40,11 +40,11 @@ def memory_limit(root: Path = _ROOT) -> MemoryLimit | None:
     try:
         meminfo = (root / "proc/meminfo").read_text()
         cgroups = list(_cgroups("memory", root))
-    except OSError:
+        sizes = {name: int(kib) << 10 for name, kib in _MEMINFO.findall(meminfo)}
+        memory, swap = sizes["MemTotal"], sizes["SwapTotal"]
+    except (KeyError, OSError):
         return None
-    sizes = {name: int(kib) << 10 for name, kib in _MEMINFO.findall(meminfo)}
-    swap = sizes["SwapTotal"]
-    limits = [MemoryLimit(sizes["MemTotal"] + swap, "this machine")]
+    limits = [MemoryLimit(memory + swap, "this machine")]
     for folder, name, is_first in cgroups:
         limit_of = _limit_of_version_1 if is_first else _limit_of_version_2
         limits.append(MemoryLimit(limit_of(folder, swap), name))

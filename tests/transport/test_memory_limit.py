@@ -38,6 +38,16 @@ def transport() -> Iterator[LocalTransport]:
         yield local_transport
 
 
+@pytest.mark.parametrize("meminfo", ["", "MemTotal: 1 kB\n", "SwapTotal: 1 kB\n"])
+def test_the_limit_of_a_system_that_does_not_state_its_memory_is_unknown(
+    tmp_path: Path, meminfo: str
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(meminfo)
+    (tmp_path / "proc/self/cgroup").touch()
+    assert memory_limit(tmp_path) is None
+
+
 def test_more_than_there_is_is_refused(transport: LocalTransport) -> None:
     limit = memory_limit()
     assert limit is not None
