@@ -204,6 +204,10 @@ def test_a_stopped_process_delays_no_other() -> None:
         (answer,) = (record for record in read_all(timeout_s=0.1) if record.pid == peer.process.pid)
         assert answer.document is None
         assert "no answer within 0.1 s" in answer.error
+        for _ in range(20):  # more than wait in the queue of the socket
+            read_all(timeout_s=0.001)
+        (answer,) = (record for record in read_all(timeout_s=0.1) if record.pid == peer.process.pid)
+        assert "no answer within 0.1 s" in answer.error
         peer.resume()
         assert len(said_by(peer.process.pid, 1)) == 1
 
