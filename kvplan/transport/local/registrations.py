@@ -26,6 +26,7 @@ from kvplan.transport.registrations import (
     lease_ended,
     still_written,
 )
+from kvplan.validation import check_range
 
 if TYPE_CHECKING:
     from kvplan.transport.protocol import Kind, Registrable
@@ -55,6 +56,7 @@ class LocalRegistrations(Registrations[Range, Releasable | None]):
     transport = "a local transport"
 
     def __init__(self, max_registrations: int, device: Device | None) -> None:
+        check_range("max_registrations", max_registrations, 1, MAX_SLOTS)
         self._table = GenerationTable(max_registrations, MAX_LEASES)
         self._writers = WriterTable()
         super().__init__(Range, self._table, MAX_SLOTS)
