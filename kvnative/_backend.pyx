@@ -110,7 +110,7 @@ cdef class ThreadPool:
             first moves what goes to memory of its node. None: the system chooses where threads run.
     """
 
-    def __cinit__(self, threads: int | None = None, tuning=None, nodes=None):
+    def __cinit__(self, threads=None, tuning=None, nodes=None):
         cdef kvn_tuning native
         cdef kvn_numa_node each[KVN_MAX_NODES]
         cdef unsigned num_nodes = fill_nodes(nodes or {}, each)
@@ -118,6 +118,8 @@ cdef class ThreadPool:
             tuning = builtin_tuning()
         if threads is None:
             threads = tuning.threads
+        elif isinstance(threads, bool) or not hasattr(threads, "__index__"):
+            raise TypeError(f"threads = {threads!r}: expected an int or None")
         if not 1 <= threads <= KVN_MAX_THREADS:
             raise ValueError(f"threads = {threads!r}: expected 1 to {KVN_MAX_THREADS}")
         self.pool = kvn_pool_create(threads, each, num_nodes)

@@ -133,7 +133,7 @@ os.register_at_fork(after_in_child=_leave_all)
 class Answer(NamedTuple):
     """The answer of one engine: its document, or why that is missing."""
 
-    pid: int  # process of the engine; 0 if it is unknown
+    pid: int  # process of the engine; as its name says, if the engine was not reached
     document: dict[str, Any] | None
     error: str
 
@@ -159,7 +159,8 @@ def _names() -> set[str]:
 
 
 def _read(name: str, timeout_s: float) -> Answer | None:
-    pid = 0
+    claimed = name.split("-")[3]
+    pid = int(claimed) if claimed.isdecimal() else 0
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
@@ -170,9 +171,7 @@ def _read(name: str, timeout_s: float) -> Answer | None:
             document = msgspec.json.decode(_whole(connection, time.monotonic() + timeout_s))
     except ConnectionRefusedError:  # the engine has just ended
         return None
-    except (TimeoutError, BlockingIOError):  # or its queue is full of such calls
-        known = name.removeprefix(f"{_PREFIX}{os.geteuid()}-").partition("-")[0]
-        pid = pid or (int(known) if known.isdecimal() else 0)
+    except (BlockingIOError, TimeoutError):  # the former: the queue of the socket is full
         return Answer(pid, None, f"no answer within {timeout_s:g} s: stopped, or very busy")
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         return Answer(pid, None, str(error) or type(error).__name__)

@@ -46,7 +46,7 @@ class PrometheusCollector(Collector):
             "kvplan_operation_seconds", "Duration of calls.", labels=("cluster_id", "operation")
         )
         in_flight = GaugeMetricFamily(
-            "kvplan_in_flight", "Transfers that have not ended yet.", labels=("cluster_id",)
+            "kvplan_in_flight", "Transfers and notifications in flight.", labels=("cluster_id",)
         )
         links = GaugeMetricFamily("kvplan_links", "Links.", labels=("cluster_id", "state"))
         cache_bytes = GaugeMetricFamily(

@@ -27,7 +27,7 @@ from kvplan.execution.verification import SCRATCH_NBYTES, verify
 from kvplan.planning.plan import Plan
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.limits import system_error
-from kvplan.validation import as_int, check_type
+from kvplan.validation import check_type
 
 if TYPE_CHECKING:
     from kvnative._task import Gate
@@ -72,8 +72,6 @@ class Transfers:
         tuning: Tuning | None = None,
         nodes: Mapping[int, Collection[int]] | None = None,
     ) -> None:
-        if threads is not None:
-            threads = as_int("threads", threads)
         try:
             self._pool = ThreadPool(threads, tuning, nodes)
         except (NativeError, MemoryError) as error:

@@ -67,9 +67,8 @@ def check_above(directory: Path, name: str) -> None:
 
 def runtime_directory() -> Path:
     """Return the directory of this user's sockets: XDG_RUNTIME_DIR/kvplan, or /tmp/kvplan-<uid>."""
-    if (runtime := Path(os.environ.get("XDG_RUNTIME_DIR", ""))).is_absolute():
-        return runtime / "kvplan"
-    return Path("/tmp") / f"kvplan-{os.geteuid()}"
+    given = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    return given / "kvplan" if given.is_absolute() else Path("/tmp") / f"kvplan-{os.geteuid()}"
 
 
 def state_file(name: str) -> StateFile:

@@ -12,7 +12,6 @@ from kvplan.control.auth import ClusterKey, Keys, describe_user_key, user_key
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.status import LLMStatusCode
-from kvplan.system.users import runtime_directory
 from tests.support.peer import Peer
 from tests.support.refusals import refused
 
@@ -118,11 +117,3 @@ def test_the_key_is_for_this_host_only(loop: ControlLoop) -> None:
         expected = key if address in inside else None
         assert loop.run(Keys(user=lambda: key).at(loop, endpoint)) is expected
         assert loop.run(Keys(other, lambda: key).at(loop, endpoint)) is other
-
-
-def test_a_runtime_directory_that_depends_on_the_current_one_is_ignored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two engines of a user would not meet, as the XDG specification says."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "run/user")
-    assert runtime_directory() == Path("/tmp") / f"kvplan-{os.geteuid()}"

@@ -85,12 +85,6 @@ def test_what_is_no_plan_is_refused(call, plan):
         call(transfers, plan, tensors(), tensors())
 
 
-@pytest.mark.parametrize("threads", [1.5, True, "1"])
-def test_a_number_of_threads_is_whole(threads):
-    with pytest.raises(TypeError, match="threads="):
-        Transfers(threads)
-
-
 def test_closing_ends_what_is_in_flight_to_peers_and_inside():
     transfers = Transfers(1, lambda backend: delay(backend, FOR_EVER_MS))
     with LocalTransport() as transport:

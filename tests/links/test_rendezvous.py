@@ -16,6 +16,7 @@ import pytest
 from kvplan import LLMException, LLMStatusCode
 from kvplan.links import LinkState, RegisterMemStatus
 from kvplan.links.rendezvous import Location, locate, socket_directory
+from kvplan.system.users import runtime_directory
 from tests.links.end import End
 from tests.links.peer import Peer
 from tests.support.refusals import refused
@@ -37,6 +38,16 @@ def settle(end: End, comm_id: int) -> RegisterMemStatus:
     """Wait until a communicator is prepared or has failed, and return its status."""
     end.log.wait_for_line(f"comm cluster={end.cluster_id} comm_id={comm_id} ")
     return end.links.comm_status(comm_id)
+
+
+def test_sockets_are_in_the_absolute_runtime_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert runtime_directory() == tmp_path / "kvplan"
+    for ignored in ("", "run", "./run"):  # it would depend on the current directory
+        monkeypatch.setenv("XDG_RUNTIME_DIR", ignored)
+        assert runtime_directory() == Path(f"/tmp/kvplan-{os.geteuid()}")
 
 
 @pytest.mark.parametrize("order", [[1, 2], [2, 1]])

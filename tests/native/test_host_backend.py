@@ -208,6 +208,10 @@ def test_options_are_checked() -> None:
     for threads in (0, 65, -1):
         with pytest.raises(ValueError, match=rf"threads = {threads}: expected 1 to 64"):
             ThreadPool(threads)
+    for wrong in (1.5, True, "1"):
+        with pytest.raises(TypeError, match=f"threads = {wrong!r}: expected an int"):
+            ThreadPool(wrong)  # type: ignore[arg-type]
+    assert ThreadPool(np.int64(2)).threads == 2  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

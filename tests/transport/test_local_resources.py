@@ -109,6 +109,14 @@ def test_nothing_is_left_of_a_hundred_refusals(owner: Owner, transport: LocalTra
     before.check_nothing_new()
 
 
+def test_the_number_of_registrations() -> None:
+    for number in (0, 2**24 + 1):
+        with refused("LLM_PARAM_INVALID", rf"max_registrations={number} .* \[1, 16777216\]"):
+            LocalTransport(max_registrations=number)
+    with pytest.raises(TypeError, match="max_registrations='a' must be int"):
+        LocalTransport(max_registrations="a")  # type: ignore[arg-type]
+
+
 def test_every_slot_taken() -> None:
     with LocalTransport(max_registrations=2) as transport:
         held = [transport.register(bytearray(8)) for _ in range(2)]

@@ -7,7 +7,6 @@ import os
 from typing import TYPE_CHECKING, ClassVar
 
 from kvplan.device.device import Device
-from kvplan.status import LLMException, invalid
 from kvplan.system.limits import system_error
 from kvplan.transport.local.identity import Identity
 from kvplan.transport.local.link import LocalLink
@@ -82,8 +81,8 @@ class LocalTransport(Transport):
         try:
             self._identity = Identity.of_self()
             self._registrations: LocalRegistrations = LocalRegistrations(max_registrations, device)
-        except (ValueError, MemoryError, OSError) as error:
-            raise _refused(error) from error
+        except (MemoryError, OSError) as error:
+            raise system_error("a local transport", error) from error
         self._sharing = self._registrations.sharing
         self.reaches: frozenset[Kind] = self._registrations.reaches
         if permit_any_peer:
@@ -154,10 +153,3 @@ class LocalTransport(Transport):
 
     def _check_reachable(self, metadata: bytes) -> None:
         self._link_to(metadata).close()
-
-
-def _refused(error: Exception) -> LLMException:
-    """Return a refusal of the system or the native layer as an error of the interface."""
-    if isinstance(error, ValueError):
-        return invalid(str(error))
-    return system_error("a local transport", error)
