@@ -30,7 +30,8 @@ from tests.ascend.acl_cases import (
     on_host,
 )
 from tests.ascend.simulator import Controls, Log
-from tests.native.scatter import assert_same, indices
+from tests.native.scatter import indices
+from tests.support.spare import assert_same
 
 SINGLE = "aclrtMemcpyAsync"
 COPIES = (BATCH, BATCH_ASYNC, SINGLE)

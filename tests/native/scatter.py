@@ -1,6 +1,5 @@
 """Descriptors between two byte arrays at random places, and the expected result."""
 
-import sys
 import threading
 from dataclasses import dataclass
 
@@ -8,12 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvnative._lower import Descriptors, lower
+from tests.support.spare import assert_same, is_same, spare_bytes
 
 UNTOUCHED = 0xA5
 NOISE_NBYTES = 16 << 20  # shared by sources; longer sources have their own bytes
-MAX_SPARE = 6  # targets that are reused
 
-_spare: list[NDArray[np.uint8]] = []
 _noise: list[NDArray[np.uint8]] = []
 _lock = threading.Lock()  # cases are made by several threads at once
 
@@ -52,13 +50,7 @@ class Scattered:
         src, dst, nbytes = (
             int(column[index]) for column in (self.src_offsets, self.dst_offsets, self.nbytes)
         )
-        return np.array_equal(self.target[dst : dst + nbytes], self.source[src : src + nbytes])
-
-
-def assert_same(found: NDArray[np.uint8], expected: NDArray[np.uint8]) -> None:
-    """Compare, and search for the first difference only on failure: that takes 30 times as long."""
-    if not np.array_equal(found, expected):
-        np.testing.assert_array_equal(found, expected)
+        return is_same(self.target[dst : dst + nbytes], self.source[src : src + nbytes])
 
 
 def random_bytes(nbytes: int, seed: int) -> NDArray[np.uint8]:
@@ -74,20 +66,6 @@ def random_bytes(nbytes: int, seed: int) -> NDArray[np.uint8]:
             _noise.append(np.random.default_rng(0).integers(0, 256, NOISE_NBYTES, dtype=np.uint8))
             _noise[0].flags.writeable = False
     return _noise[0][first : first + nbytes]
-
-
-def spare_bytes(nbytes: int) -> NDArray[np.uint8]:
-    """Return bytes to write, in memory of an earlier case that no array uses any more.
-
-    New pages cost more than writing to them, and several times as much with a sanitizer.
-    """
-    with _lock:
-        for index in range(len(_spare)):
-            if len(_spare[index]) >= nbytes and sys.getrefcount(_spare[index]) == 2:
-                return _spare[index][:nbytes]
-        _spare.append(np.empty(nbytes, np.uint8))
-        del _spare[:-MAX_SPARE]
-        return _spare[-1][:]
 
 
 def scatter(

@@ -13,7 +13,8 @@ from kvnative._backend import KVN_INVALID, KVN_OK, NativeError, ThreadPool, host
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvnative._tuning import NEVER, Tuning, builtin_tuning, measure_copies
-from tests.native.scatter import UNTOUCHED, assert_same, scatter, write_again
+from tests.native.scatter import UNTOUCHED, scatter, write_again
+from tests.support.spare import assert_same
 
 POOL = ThreadPool(3)
 EXECUTOR = Executor(host_backend(POOL))

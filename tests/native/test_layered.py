@@ -24,7 +24,8 @@ from kvnative._backend import (
 from kvnative._executor import Executor
 from kvnative._layered import LAYER_DONE, LAYER_FAILED, LAYER_MOVING, LAYER_WAITING, LayeredTask
 from kvnative._lower import Descriptors, lower
-from tests.native.scatter import assert_same, scatter
+from tests.native.scatter import scatter
+from tests.support.spare import assert_same
 from tests.support.wrappers import delay, fail_at, hold, let_go, limit_bandwidth, limit_batch, trace
 
 FOREVER_MS = 1e9

@@ -17,8 +17,9 @@ from kvnative._backend import (
 )
 from kvnative._executor import Executor
 from kvnative._layered import LAYER_DONE, LAYER_FAILED, LAYER_WAITING, LayeredTask
-from tests.native.scatter import Scattered, assert_same, indices, scatter
+from tests.native.scatter import Scattered, indices, scatter
 from tests.native.test_executor_concurrency import at_once
+from tests.support.spare import assert_same, copy_of
 from tests.support.wrappers import delay, fail_at, limit_bandwidth, limit_batch
 
 COUNT, SIZE = 60, 7
@@ -113,7 +114,7 @@ def test_given_up_while_others_open_wait_and_poll(executor: Executor, end: str) 
         ]
         at_once(lambda number, calls=calls: calls[number](number), len(calls))
         assert_consistent(case, task)
-        after = case.target.copy()
+        after = copy_of(case.target)
         expected = {KVN_FAILED} if end == "fault" else {KVN_CANCELLED, KVN_TIMEOUT}
         assert task.report.status in expected
         other = scatter([300_000])

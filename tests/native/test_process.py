@@ -24,8 +24,9 @@ from kvnative._lower import Descriptors
 from kvnative._process import Peer, process_backend
 from kvnative._report import Report
 from kvnative._task import Revocable, revoke
-from tests.native.scatter import assert_same, write_again
+from tests.native.scatter import write_again
 from tests.support.peer import Peer as OtherProcess
+from tests.support.spare import assert_same
 from tests.support.wrappers import limit_batch
 
 PAGE = mmap.PAGESIZE

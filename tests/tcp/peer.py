@@ -15,6 +15,7 @@ from kvnative._backend import Backend, striped
 from kvnative._lower import Descriptors
 from kvnative._tcp import TcpNativeLink, TcpService, tcp_backend
 from tests.support.peer import Peer
+from tests.support.spare import copy_of
 
 NBYTES = 24 << 20
 TIMEOUT_MS = 20_000
@@ -120,7 +121,7 @@ def blocks(count: int, nbytes: int, seed: int = 2, total: int = NBYTES) -> list[
 
 def both(there: Bytes, direction: str, here: Bytes, spans: Sequence[Span]) -> tuple[Bytes, Bytes]:
     """Return the expected memory here and there after a transfer, computed by NumPy."""
-    here, there = here.copy(), there.copy()
+    here, there = copy_of(here), copy_of(there)
     for mine, theirs, nbytes in spans:
         if direction == "get":
             here[mine : mine + nbytes] = there[theirs : theirs + nbytes]

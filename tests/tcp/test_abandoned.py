@@ -11,6 +11,7 @@ from kvnative._backend import KVN_CANCELLED, KVN_OK, KVN_PEER_GONE, KVN_TIMEOUT
 from kvnative._executor import Executor
 from kvnative._report import Report
 from kvnative._tcp import TcpNativeLink, TcpService
+from tests.support.spare import copy_of, is_same
 from tests.tcp.peer import DIRECTIONS, TIMEOUT_MS, Bytes, TcpPeer, blocks, both
 
 MEMORY_NBYTES = 13 << 20  # per side: copying and comparing it takes most of the time
@@ -67,18 +68,18 @@ class TestInTheMiddle:
                     continue
                 assert report.status == KVN_CANCELLED
                 given_up += 1
-                after_here, after_there = local.copy(), steady_peer.memory.copy()
+                after_here, after_there = copy_of(local), copy_of(steady_peer.memory)
                 check_confirmed(report, local, steady_peer.memory)
                 # After the rest of the other transfer on the connection:
                 check_that_it_works(steady_peer, link)
-                assert np.array_equal(local, after_here)
-                assert np.array_equal(steady_peer.memory, after_there)
+                assert is_same(local, after_here)
+                assert is_same(steady_peer.memory, after_there)
             report = executor.run(steady_peer.descriptors(direction, local, SPANS), TIMEOUT_MS)
         assert report.status == KVN_OK, report.message
         assert given_up == 3
         assert link.failure is None
-        assert np.array_equal(local, sides[0])
-        assert np.array_equal(steady_peer.memory, sides[1])
+        assert is_same(local, sides[0])
+        assert is_same(steady_peer.memory, sides[1])
 
     def test_one_of_many(
         self, service: TcpService, steady_peer: TcpPeer, local: Bytes, direction: str
@@ -113,10 +114,10 @@ class TestInTheMiddle:
                 while not task.done and not task.report.bytes_done:
                     pass
                 assert task.cancel().status in (KVN_CANCELLED, KVN_OK)
-                after_here, after_there = local.copy(), steady_peer.memory.copy()
+                after_here, after_there = copy_of(local), copy_of(steady_peer.memory)
                 check_that_it_works(steady_peer, link)
-                assert np.array_equal(local, after_here)
-                assert np.array_equal(steady_peer.memory, after_there)
+                assert is_same(local, after_here)
+                assert is_same(steady_peer.memory, after_there)
         assert link.failure is None
 
 
@@ -131,16 +132,16 @@ class TestAStoppedPeer:
             report = task.wait(30) if how == "deadline" else task.cancel()
         assert report.status == (KVN_TIMEOUT if how == "deadline" else KVN_CANCELLED)
         assert report.unconfirmed == ((0, len(SPANS)),)
-        after = local.copy()
+        after = copy_of(local)
         steady_peer.resume()
         check_that_it_works(steady_peer, link)
-        assert np.array_equal(local, after)
+        assert is_same(local, after)
 
     @hows
     def test_push(self, service: TcpService, steady_peer: TcpPeer, local: Bytes, how: str) -> None:
         """The link ends, because bytes on the wire cannot be called back in another way."""
         link = steady_peer.link(service)
-        before = steady_peer.memory.copy()
+        before = copy_of(steady_peer.memory)
         steady_peer.stop()
         with Executor(steady_peer.backend(link, "put")) as executor:
             task = executor.submit(
@@ -170,8 +171,8 @@ class TestAStoppedPeer:
             steady_peer.resume()
             report = task.wait(TIMEOUT_MS)
         assert report.status == KVN_OK, report.message
-        assert np.array_equal(local, sides[0])
-        assert np.array_equal(steady_peer.memory, sides[1])
+        assert is_same(local, sides[0])
+        assert is_same(steady_peer.memory, sides[1])
 
 
 @directions

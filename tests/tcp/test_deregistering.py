@@ -8,6 +8,7 @@ import pytest
 from kvnative._backend import KVN_OK, KVN_UNMAPPED
 from kvnative._executor import Executor
 from kvnative._tcp import TcpNativeLink, TcpService, tcp_backend
+from tests.support.spare import copy_of, is_same
 from tests.tcp.peer import (
     DIRECTIONS,
     NBYTES,
@@ -167,12 +168,12 @@ class TestInTheMiddle:
                 if direction == "get":
                     memory[:] = 0xEE  # now the owner's again, so no byte of this may be sent
                 else:
-                    after = memory.copy()
+                    after = copy_of(memory)
                 report = task.wait(TIMEOUT_MS)
             if direction == "get":
                 assert not (local == 0xEE).any()
             else:
-                assert np.array_equal(memory, after)
+                assert is_same(memory, after)
             if report.status == KVN_OK:
                 continue
             interrupted += 1
@@ -207,7 +208,7 @@ class TestInTheMiddle:
                 report = executor.run(peer.descriptors(direction, local, spans), TIMEOUT_MS)
                 assert report.status == KVN_OK, report.message
         peer.answer()
-        assert np.array_equal(local, peer.memory)
+        assert is_same(local, peer.memory)
 
 
 class TestTable:

@@ -18,6 +18,7 @@ from kvnative._report import Report
 from kvnative._tcp import TcpNativeLink, TcpService, tcp_backend
 from tests.ascend.fixtures import device, sim_folder, simulator
 from tests.ascend.simulator import Controls
+from tests.support.spare import copy_of, is_same
 from tests.tcp.frames import (
     ANSWER_NBYTES,
     DEREGISTERED,
@@ -121,8 +122,8 @@ def test_bytes_arrive(
     expected = both(there.bytes, direction, here.bytes, SPANS)
     report = ends.run(direction, here, there, SPANS)
     assert (report.status, report.bytes_done) == (KVN_OK, 900 * 9000), report.message
-    assert np.array_equal(here.bytes, expected[0])
-    assert np.array_equal(there.bytes, expected[1])
+    assert is_same(here.bytes, expected[0])
+    assert is_same(there.bytes, expected[1])
 
 
 @directions
@@ -138,7 +139,7 @@ def test_host_and_device_in_one_request(
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.uint64)
     addresses = np.array([sides[i // 3 % 2].address for i in range(800)], np.uint64) + starts
     mine = np.uint64(local.ctypes.data) + starts
-    expected = [item.copy() for item in (*(side.bytes for side in sides), local)]
+    expected = [copy_of(item) for item in (*(side.bytes for side in sides), local)]
     for i, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
         part = slice(start, start + size)
         if direction == "get":
@@ -152,7 +153,7 @@ def test_host_and_device_in_one_request(
         report = executor.run(moved, TIMEOUT_MS)
     assert report.status == KVN_OK, report.message
     for item, wanted in zip((*(side.bytes for side in sides), local), expected, strict=True):
-        assert np.array_equal(item, wanted)
+        assert is_same(item, wanted)
 
 
 @directions
@@ -178,8 +179,8 @@ def test_a_failing_device_fails_the_transfer_and_not_the_link(
         assert "has it on a device, which did not copy it" in report.message
     report = ends.run(direction, here, there, SPANS)
     assert report.status == KVN_OK, report.message
-    assert np.array_equal(here.bytes, expected[0])
-    assert np.array_equal(there.bytes, expected[1])
+    assert is_same(here.bytes, expected[0])
+    assert is_same(there.bytes, expected[1])
 
 
 @directions
@@ -200,12 +201,12 @@ def test_memory_of_an_abandoned_request_is_not_touched(
             while not task.done and not task.report.bytes_done:
                 pass
             report = task.cancel()
-            after = here.bytes.copy(), there.bytes.copy()
+            after = copy_of(here.bytes), copy_of(there.bytes)
             given_up += report.status == KVN_CANCELLED
             small = ends.run("get", Memory("host", device, 9), there, [(0, 0, 4096)])
             assert small.status == KVN_OK  # after its rest on the connection
-            assert np.array_equal(here.bytes, after[0])
-            assert np.array_equal(there.bytes, after[1])
+            assert is_same(here.bytes, after[0])
+            assert is_same(there.bytes, after[1])
     assert given_up == 3  # the others had ended before
 
 

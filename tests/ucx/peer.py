@@ -19,6 +19,7 @@ from kvnative._ucx_backend import ucx_backend
 from kvplan.transport.ucx.library import find
 from tests.support import forked
 from tests.support.peer import ROOT, Peer
+from tests.support.spare import copy_of
 
 NBYTES = 4 << 20
 SLOTS = 16
@@ -156,7 +157,7 @@ def both(
     there: Bytes, direction: str, here: Bytes, spans: list[tuple[int, int, int]]
 ) -> tuple[Bytes, Bytes]:
     """What the transfer leaves here and there, by NumPy."""
-    here, there = here.copy(), there.copy()
+    here, there = copy_of(here), copy_of(there)
     for mine, theirs, nbytes in spans:
         if direction == "get":
             here[mine : mine + nbytes] = there[theirs : theirs + nbytes]

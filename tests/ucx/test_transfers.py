@@ -23,6 +23,7 @@ from kvnative._executor import Executor
 from kvnative._ucx import UcxEndpoint, UcxWorker
 from kvnative._ucx_backend import ucx_leased
 from tests.support.ends import assert_no_outcome_before_its_end
+from tests.support.spare import assert_same, copy_of
 from tests.ucx.peer import NBYTES, TIMEOUT_MS, Bytes, Range, UcxPeer, blocks, both
 
 DIRECTIONS = ["get", "put"]
@@ -52,8 +53,8 @@ def test_bytes(
     with Executor(peer.backend(endpoint, direction, [whole])) as executor:
         report = executor.run(peer.descriptors(direction, local, spans), TIMEOUT_MS)
     assert (report.status, report.bytes_done) == (KVN_OK, count * nbytes), report.message
-    np.testing.assert_array_equal(local, here)
-    np.testing.assert_array_equal(peer.memory, there)
+    assert_same(local, here)
+    assert_same(peer.memory, there)
     if region is not None:
         region.release()
         assert region.released
@@ -77,7 +78,7 @@ def test_layers(
         for layer in (2, 0, 3, 1):
             task.open(layer)
         assert task.wait(TIMEOUT_MS).status == KVN_OK
-    np.testing.assert_array_equal(local, here)
+    assert_same(local, here)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -130,13 +131,13 @@ class TestRegistrations:
         with Executor(peer.backend(endpoint, direction, ranges)) as executor:
             peer.run(f"board.release{ended}")
             spans = [(0, 0, 4096), (4096, 8 << 20, 4096)]
-            here, there = local.copy(), peer.memory.copy()
+            here, there = copy_of(local), copy_of(peer.memory)
             report = executor.run(peer.descriptors(direction, local, spans), TIMEOUT_MS)
             assert (report.status, report.failed) == (KVN_UNMAPPED, 1)
             assert "the peer has deregistered" in report.message
             assert report.unconfirmed == ((0, 2),)
-            np.testing.assert_array_equal(local, here)
-            np.testing.assert_array_equal(peer.memory, there)
+            assert_same(local, here)
+            assert_same(peer.memory, there)
             # What stands beside it is reached, and the endpoint is as it was.
             report = executor.run(peer.descriptors(direction, local, spans[:1]), TIMEOUT_MS)
             assert report.status == KVN_OK
@@ -199,8 +200,8 @@ class TestLeases:
         with Executor(backend) as executor, Executor(without) as others:
             descriptors = peer.descriptors(direction, local, spans)
             assert executor.run(descriptors, TIMEOUT_MS).status == KVN_OK
-            np.testing.assert_array_equal(local, here)
-            np.testing.assert_array_equal(peer.memory, there)
+            assert_same(local, here)
+            assert_same(peer.memory, there)
             local[:], peer.memory[:] = 1, 2
             peer.run(f"board.release{ended}")
             report = executor.run(descriptors, TIMEOUT_MS)
