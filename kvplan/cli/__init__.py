@@ -121,12 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _reason(error: LLMException | OSError) -> str:
     """Return an error as one line; for a system error, its file and message."""
     if not isinstance(error, OSError) or not error.strerror:
-        text = str(error)
-    elif error.filename is None:
-        text = error.strerror
-    else:
-        text = f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return printable(text)
+        return printable(str(error))
+    named = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    return printable(named + error.strerror)
 
 
 def _explain_usage(misused: click.UsageError) -> None:

@@ -99,7 +99,11 @@ def write_text(text: str, path: str) -> None:
     if path == STDIN:
         click.echo(text)
     else:
-        Path(path).write_text(text, encoding="utf-8")
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            error.filename = path  # of a full disk the system names no file
+            raise
 
 
 def write_json(document: Mapping[str, Any], version: int = 1) -> None:

@@ -201,6 +201,9 @@ def keygen(path: str, *, as_json: bool) -> ExitCode:
             f"{path} exists and was not changed: a new key would exclude all engines that use the "
             "old one. Give another path, or remove the file first"
         ) from None
+    except OSError as error:
+        error.filename = path  # not the name under which the key is written first
+        raise
     if as_json:
         write_json({"path": path})
     else:

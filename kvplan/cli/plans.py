@@ -242,8 +242,8 @@ def _tensors(path: Path) -> list[Any]:
                 raise click.ClickException(f"{path} has one array; write the tensors with np.savez")
             with dump:
                 return [dump[name] for name in dump.files]
-    except (ValueError, BadZipFile, EOFError) as error:
-        raise click.ClickException(f"{path} is not a file of np.savez: {error}") from None
+    except (ValueError, BadZipFile, EOFError):  # whose text may advise to unpickle the file
+        raise click.ClickException(f"{path} is not a file of np.savez, or is damaged") from None
 
 
 def _difference(difference: Difference) -> dict[str, Any]:

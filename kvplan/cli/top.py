@@ -35,8 +35,8 @@ _LINK_COLUMNS: Final = (
 )
 _IN_FLIGHT_COLUMNS: Final = ("cluster", "operation", "tag", "peer", ">bytes", ">for")
 _NONE: Final = (
-    "No engine of this user is running. An engine is visible only in its own network namespace "
-    "(container), and not with kvplan.status_socket=0."
+    "No engine of this user is running, or none that --cluster and --pid select. An engine is "
+    "visible only in its own network namespace (container), and not with kvplan.status_socket=0."
 )
 
 

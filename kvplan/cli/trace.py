@@ -15,7 +15,7 @@ from typing import Any, Final
 import click
 from msgspec import structs
 
-from kvplan.cli.common import ExitCode, json_option, write_json, write_plain
+from kvplan.cli.common import ExitCode, json_option, write_json, write_plain, write_text
 from kvplan.cli.trace_compare import compare
 from kvplan.cli.trace_plan import Expected, block_tables, plan_lines, save_plan, transfer_at
 from kvplan.cli.trace_sums import compare_sums
@@ -335,9 +335,9 @@ def _block(recordings: list[Recording], given: str, *, as_json: bool) -> ExitCod
         write_json(document)
         return ExitCode.OK
     here = recording.header.cluster_id
-    number = len(writes)
-    writers = f"{plural(number, 'transfer')} wrote" if number else "no recorded transfer wrote"
-    write_plain(f"{writers} block {block} of cache {cache} of cluster {here}, oldest first")
+    where = f"wrote block {block} of cache {cache} of cluster {here}"
+    some = f"{plural(len(writes), 'transfer')} {where}, oldest first"
+    write_plain(some if writes else f"no recorded transfer {where}")
     write_plain(*(f"{_clock(one.transfer.time + one.transfer.seconds)}  {one}" for one in writes))
     own = (one for one in recording.transfers if one.verb != PUSHES)
     caches = {dst for one in own for _, dst in one.caches}
@@ -406,7 +406,7 @@ def _export(found: _Found, perfetto: Path, *, as_json: bool) -> ExitCode:
     from kvplan.recording.perfetto import trace_of
 
     document = trace_of(found)
-    perfetto.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    write_text(json.dumps(document) + "\n", str(perfetto.absolute()))  # absolute: not "-"
     count = len(document["traceEvents"])
     if as_json:
         write_json({"saved": str(perfetto), "events": count})

@@ -124,10 +124,10 @@ class Difference:
                 "the plan, was wrong"
             )
         else:
-            yield (
-                "  the source holds something else there, so another transfer wrote it, or the "
-                "source has changed since"
-            )
+            zeros = first.holds.startswith("zeros")
+            cause = "it was not copied, was cleared later" if zeros else "another transfer wrote it"
+            changed = "or the source has changed since"
+            yield f"  the source holds something else there, so {cause}, {changed}"
         if first.writes is not None:
             yield from _writes_lines(first.writes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Unpack
 
+from kvplan.engine.shares import PEERS
 from kvplan.engine.transfers import TransferOperations
 from kvplan.planning.blocks import BlockPairs, pair_tables
 from kvplan.planning.layers import ALL_LAYERS
@@ -310,10 +311,11 @@ class InterfaceOperations(TransferOperations):
                 theirs, ours = ours, theirs
             if type(ours) is not Cache:
                 check_type(local, ours, Cache)
-            if type(theirs) is Cache:
+            if not isinstance(theirs, PEERS):
                 field = "src" if local == "dst" else "dst"
                 raise TypeError(
-                    f"{field}={shown(theirs)} must name a cache of a peer, not be a local Cache"
+                    f"{field}={shown(theirs)} must be a key of a peer's cache or a BlockLease, "
+                    f"not {type(theirs).__name__}"
                 )
         try:
             self.run(transfer, **options)

@@ -107,7 +107,7 @@ class AddressIndex(Generic[_Cache]):
         where = "above the end" if missing >= end else "below the beginning"
         return not_exist(
             f"{text} has registered; the nearest is [{start:#x}, {end:#x}), and the byte is {away} "
-            f"bytes {where} of it"
+            f"{'byte' if away == 1 else 'bytes'} {where} of it"
         )
 
 

@@ -85,10 +85,10 @@ class PeerCaches(LinkLifecycle, ABC):
             found = offered.get(wanted)
         if found is not None:
             return found
-        name = "model_id" if is_key else "cache_id"
+        needs = "" if offered else ": peers see only caches with remote_accessible=True"
         raise not_exist(
-            f"cluster {self.cluster_id} offers no cache with {name}={wanted}; it offers "
-            f"{shown(sorted(offered))}"
+            f"cluster {self.cluster_id} offers no cache with {'model' if is_key else 'cache'}_id="
+            f"{wanted}; it offers {shown(sorted(offered))}{needs}"
         )
 
     def caches(self) -> tuple[PeerCache, ...]:

@@ -1,7 +1,6 @@
 """Tokens of a request: the runs that lie together on both sides.
 
-Tokens are counted in the whole request. A cache whose shard names tokens stores only these, one
-after another; a *place* counts the stored tokens.
+Tokens are counted in the whole request. A *place* counts those that a shard of tokens stores.
 """
 
 from __future__ import annotations
@@ -38,18 +37,14 @@ class BlockTables(NamedTuple):
     def of_leases(
         self, source: Side, target: Side, src_blocks: object, dst_blocks: object
     ) -> BlockTables:
-        """Drop blocks of leases (`RequestBlocks`) whose tokens the other table cannot hold.
-
-        Blocks of `num_tokens` stay: the other table is the one that is refused.
-        """
-        src, dst, needed = self.src, self.dst, self.num_tokens or 0
-        src_size, dst_size = source.extent("token"), target.extent("token")
+        """Drop blocks of leases (`RequestBlocks`) that neither move nor fit the other table."""
+        src, dst, wanted = self.src, self.dst, self.num_tokens or 0
         if type(src_blocks) is RequestBlocks:
-            most = max(room(target, len(dst), self.dst_token), needed) + self.src_token
-            src = src[: -(-source.spread.count(most) // src_size)]
+            most = max(room(target, len(dst), self.dst_token), wanted) + self.src_token
+            src = src[: -(-source.spread.count(most) // source.extent("token"))]
         if type(dst_blocks) is RequestBlocks:
-            most = max(room(source, len(src), self.src_token), needed) + self.dst_token
-            dst = dst[: -(-target.spread.count(most) // dst_size)]
+            most = max(room(source, len(src), self.src_token), wanted) + self.dst_token
+            dst = dst[: -(-target.spread.count(most) // target.extent("token"))]
         return self._replace(src=src, dst=dst)
 
     def count_in_common(self, source: Side, target: Side) -> int:
@@ -117,11 +112,13 @@ def token_runs(
                 f"dst.blocks {dst_has} ({len(tables.dst)} of {dst_size}); give num_tokens to a "
                 "pull or push, and tables of equally many tokens to a copy or swap"
             )
-    for name, most in zip(("src", "dst"), has, strict=True):
+    for name, most, skipped in zip(("src", "dst"), has, tables[2:4], strict=True):
         if not 1 <= num_tokens <= most:
             raise invalid(
-                f"num_tokens={num_tokens} is out of range [1, {max(most, 0)}], the room in the "
-                f"{name} rows from {name}.first_token={getattr(tables, f'{name}_token')} on"
+                f"{name}.first_token={skipped} skips all {most + skipped} tokens of {name}"
+                if most < 1 <= skipped
+                else f"num_tokens={num_tokens} is out of range [1, {max(most, 0)}], the room in "
+                f"the {name} rows from {name}.first_token={skipped} on"
             )
     _check_one_request(source, target, tables, num_tokens)
     src, dst = source.spread, target.spread

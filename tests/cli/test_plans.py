@@ -278,6 +278,10 @@ class TestOutput:
         shell = f"{sys.executable} -m kvplan explain {plan} > /dev/full"
         done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (2, "kvplan: No space left on device\n")
+        for option in ("--html", "--svg"):  # the file is named
+            done = command("explain", plan, option, "/dev/full")
+            said = "kvplan: /dev/full: No space left on device\n"
+            assert (done.returncode, done.stderr) == (2, said)
 
     def test_colours_are_for_terminals_and_not_with_no_color(self, plan: Path) -> None:
         assert "\x1b[" not in command("explain", plan).stdout

@@ -95,13 +95,17 @@ def test_json(dumps: dict[str, Any]) -> None:
 def test_a_file_that_is_not_a_dump_is_refused_in_one_line(
     dumps: dict[str, Any], tmp_path: Path
 ) -> None:
-    alone, junk, few = (str(tmp_path / name) for name in ("alone.npy", "junk.npz", "few.npz"))
+    alone, junk, noise, few = (
+        str(tmp_path / name) for name in ("alone.npy", "junk.npz", "noise.npz", "few.npz")
+    )
     np.save(alone, np.zeros(3))
     Path(junk).write_bytes(b"PK\x03\x04junk")
+    Path(noise).write_bytes(b"\xc5a\xff noise")
     np.savez(few, np.zeros(3))
     for dst, message in (
         (alone, "has one array"),
         (junk, "is not a file of np.savez"),
+        (noise, "noise.npz is not a file of np.savez"),
         (few, "dst has 1 tensor; the plan needs 4"),
         (str(tmp_path), "is a directory"),
         (str(tmp_path / "missing"), "does not exist"),
@@ -109,6 +113,7 @@ def test_a_file_that_is_not_a_dump_is_refused_in_one_line(
         refused = command("replay", dumps["plan.json"], dumps["src.npz"], dst)
         assert refused.returncode == 2
         assert message in refused.stderr
+        assert "pickle" not in refused.stderr  # NumPy advises to load such files unsafely
         assert "Traceback" not in refused.stderr
     misused = command(
         "replay", "--atol", "1", dumps["plan.json"], dumps["src.npz"], dumps["dst.npz"]

@@ -233,7 +233,7 @@ def test_where_ctrl_c_is_ignored_it_goes_on() -> None:
 
 
 def test_without_engines_it_says_so() -> None:
-    assert shown([]).startswith("No engine of this user is running.")
+    assert shown([]).startswith("No engine of this user is running, or none that --cluster and")
 
 
 def test_once_and_json(engines: tuple[LlmDataDist, LlmDataDist]) -> None:

@@ -143,6 +143,15 @@ def test_blocks_that_are_named_are_moved_whole(user: LlmDataDist, peer: Peer) ->
     assert moved(user.arrays(cache), 0, 1, 2, 3) == [0, 16, 0, 0]
 
 
+def test_of_too_few_blocks_the_side_that_has_them_is_named(user: LlmDataDist, peer: Peer) -> None:
+    lease, cache = leased(peer), user.allocate_blocks_cache(DESC)
+    few = r"num_tokens=20 is out of range \[1, 16\], the room in the"
+    with refused("LLM_PARAM_INVALID", f"{few} dst rows"):
+        user.pull_blocks(lease, cache, None, [1])
+    with refused("LLM_PARAM_INVALID", f"{few} src rows"):
+        user.push_blocks(cache, lease, [1], None)
+
+
 def test_sources_of_a_gather_have_one_request(user: LlmDataDist, peer: Peer) -> None:
     one, other = leased(peer), leased(peer, 19)
     cache = user.allocate_blocks_cache(DESC)

@@ -220,6 +220,18 @@ def test_arguments_in_the_wrong_order_are_called_by_their_names(
         user.push_cache(CacheIndex(1, CACHE), slots)  # type: ignore[arg-type]
 
 
+def test_a_peers_cache_that_is_no_key_is_refused_with_what_names_one(
+    user: LlmDataDist, blocks: Cache
+) -> None:
+    needed = "must be a key of a peer's cache or a BlockLease, not"
+    with pytest.raises(TypeError, match=f"^src=b'lease' {needed} bytes"):
+        user.pull_blocks(b"lease", blocks, None, [1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=f"^dst=1 {needed} int"):
+        user.push_blocks(blocks, 1, [1], [1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=f"^src=Cache.* {needed} Cache"):
+        user.pull_blocks(blocks, blocks, [1], [1])  # type: ignore[arg-type]
+
+
 WRONG_TYPES: dict[str, Callable[[Any, Cache, Cache], object]] = {
     "index": lambda engine, slots, blocks: engine.pull_cache((1, 1), slots),
     "cache": lambda engine, slots, blocks: engine.pull_cache(CacheIndex(1, CACHE), 1),

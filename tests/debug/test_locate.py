@@ -169,6 +169,15 @@ def test_the_owner_of_wrong_bytes_is_recognized(change: Any, holds: str) -> None
     assert (first.layer, first.kv) == (1, "V")
 
 
+def test_zeros_that_are_not_the_sources_may_mean_that_nothing_was_copied() -> None:
+    source, empty = filled(NHD, 1), [np.zeros(NHD.shape, np.float16)] * 4
+    plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
+    text = str(locate(moved(plan, source, empty), empty, plan, source=source))
+    assert "it holds zeros, as if nothing was ever written there" in text
+    assert "so it was not copied, was cleared later, or the source has changed since" in text
+    assert "another transfer wrote it" not in text
+
+
 def test_zeros_that_the_plan_has_copied_were_written() -> None:
     """Prefill has not computed the block yet: the transfer is not what is wrong."""
     source, empty = filled(NHD, 1), [np.zeros(NHD.shape, np.float16)] * 4

@@ -52,7 +52,7 @@ def test_the_end_of_the_address_space() -> None:
     assert index.cut("side", last, last, column(8)).nbytes.tolist() == [8]
 
 
-@pytest.mark.parametrize(("address", "where"), [(90, "10 bytes below"), (150, "1 bytes above")])
+@pytest.mark.parametrize(("address", "where"), [(90, "10 bytes below"), (150, "1 byte above")])
 def test_the_nearest_is_named(address: int, where: str) -> None:
     index = AddressIndex("it", [Extent(100, 50, "a", 0), Extent(1000, 50, "b", 0)])
     with refused("LLM_KV_CACHE_NOT_EXIST", rf"\[0x64, 0x96\), and the byte is {where}"):

@@ -112,6 +112,19 @@ def test_the_error_for_an_unknown_cache_lists_the_offered_ones(pair: tuple[End, 
         one.links.get(2).cache(BlocksCacheKey(2, 4))
 
 
+def test_of_a_peer_that_offers_none_the_error_says_what_an_offer_needs(
+    pair: tuple[End, End],
+) -> None:
+    one, two = pair
+    two.registry.register(
+        DESC, _tensors(), paged=True, keys=[BlocksCacheKey(2, 5)], remote_accessible=False
+    )
+    none = r"it offers \[\]: peers see only caches with remote_accessible=True"
+    for key in (BlocksCacheKey(2, 5), CacheIndex(2, 1)):
+        with refused(NOT_EXIST, none):
+            one.links.get(2).cache(key)
+
+
 def test_read_only_caches_are_not_written(pair: tuple[End, End]) -> None:
     one, two = pair
     tensors = _tensors()

@@ -127,10 +127,12 @@ def test_a_time_without_a_date_is_of_the_day_of_each_recording(tmp_path, capsys,
 def test_who_wrote_a_block_is_found_with_the_peers_recording(recorded, capsys):
     prefill, decode, block = recorded
     alone = run(capsys, decode, "--block", block)
-    assert alone.splitlines()[0].startswith("no recorded transfer wrote block 43 of cache")
-    assert "are only in their own recordings: clusters 1" in alone
+    cache_id = block.split(":")[0]
+    none = f"no recorded transfer wrote block 43 of cache {cache_id} of cluster 2"
+    assert alone.splitlines()[0] == none
+    assert "pushes of these peers are only in their own recordings: clusters 1" in alone
     head, first, second = run(capsys, decode, prefill, "--block", block).splitlines()
-    assert head.startswith("2 transfers wrote block 43")
+    assert head == f"2 transfers wrote block 43 of cache {cache_id} of cluster 2, oldest first"
     assert "push_blocks of request 7: from block 3 of cache 1 of cluster 1, run by" in first
     assert "push_blocks of request 8: from block 9 of cache 1 of cluster 1, run by" in second
     document = json.loads(run(capsys, decode, prefill, "--block", block, "--json"))

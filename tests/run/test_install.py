@@ -115,10 +115,15 @@ def test_version_1_is_refused_under_every_name(folder: Folder) -> None:
                 import_module(name)
             except ImportError as error:
                 print("llm.EnableCacheManager" in str(error))
+        for name in ("KvCacheManager", "Tensor", "TensorDesc"):
+            try:
+                exec(f"from llm_datadist import {name}")
+            except ImportError as error:
+                print("llm.EnableCacheManager" in str(error))
         """,
         official=True,
     )
-    assert said == "True\n" * 4
+    assert said == "True\n" * 7
 
 
 def test_what_the_official_package_has_pickled_is_read(folder: Folder) -> None:
