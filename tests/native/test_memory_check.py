@@ -15,6 +15,7 @@ from kvnative._host import Pin, check_memory, check_ranges
 
 PAGE = mmap.PAGESIZE
 NUM_PAGES = 8
+PLACE = 1 << 45  # the system places mappings far above, so no other thread fills a hole here
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mprotect.argtypes = libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -53,7 +54,7 @@ def via(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def pages() -> int:
     """Address of NUM_PAGES reserved pages for the tests of this file."""
-    return libc.mmap(None, NUM_PAGES * PAGE, NONE, ANONYMOUS, -1, 0)
+    return libc.mmap(PLACE, NUM_PAGES * PAGE, NONE, ANONYMOUS, -1, 0)
 
 
 def lay_out(pages: int, protections: list[int | None]) -> None:
