@@ -150,12 +150,15 @@ def test_a_signal_ends_the_wait_and_not_the_transfer(traced: Traced) -> None:
     def interrupt(_signal: int, _frame: object) -> None:
         raise InterruptedByTestError
 
+    def block() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        task.block_stream(STREAM)
+
     task = traced.submit(pending=-1)
     previous = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.02)
     try:
         with pytest.raises(InterruptedByTestError):
-            task.block_stream(STREAM)
+            block()
     finally:
         signal.signal(signal.SIGALRM, previous)
     assert not task.done

@@ -363,14 +363,17 @@ def test_a_signal_ends_a_wait_and_nothing_else(executor: Executor) -> None:
     def interrupt(_signal: int, _frame: object) -> None:
         raise Interrupted
 
+    def wait() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        task.wait()
+
     case = scatter([100] * 6)
     task = executor.layered(case.descriptors, 3)
     task.open(0)
     previous = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.02)
     try:
         with pytest.raises(Interrupted):
-            task.wait()
+            wait()
     finally:
         signal.signal(signal.SIGALRM, previous)
     assert task.open(1)
