@@ -197,7 +197,7 @@ def test_one_file_has_one_recorder(tmp_path):
 @pytest.mark.parametrize("older", [False, True], ids=["nothing there", "a recording there"])
 def test_one_of_two_recorders_that_begin_at_once_is_refused(tmp_path, monkeypatch, older):
     """The other one begins before each call of the system that the first one makes, in turn."""
-    calls = "open", "rename", "stat", "unlink"
+    calls = "open", "fstat", "rename", "stat", "unlink"
     nth, was_reached = 0, True
     while was_reached:
         nth, was_reached = nth + 1, False

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import LLMException
-from kvplan.transport.local import LocalTransport
 from kvplan.transport.registrations import Slots
 
 COUNT, NUM_LEASES = 3, 4
@@ -46,9 +42,3 @@ def test_a_slot_has_one_generation_until_it_is_released(steps: list[tuple[bool, 
         assert sorted(slots.leases()) == sorted(
             (slot, generation) for slot, generation in model.items() if slot >= COUNT
         )
-
-
-@pytest.mark.parametrize("wrong", [0, (1 << 24) + 1, "a"])
-def test_a_number_of_registrations_that_a_transport_cannot_have(wrong: Any) -> None:
-    with pytest.raises((LLMException, TypeError), match=f"max_registrations='?{wrong}"):
-        LocalTransport(max_registrations=wrong)
