@@ -76,7 +76,7 @@ sanitize-addresses: .venv/dev
 	  $(FLAVOUR) tests/ascend/test_acl_{abort,device}.py tests/ascend/test_channel_concurrency.py \
 	  tests/ucx/test_{endpoints,late_close,transfers}.py tests/tcp/test_{hostile_requests,hostile_answers,closing,deregistering,unmapped,device}.py
 
-# Not one of CHECKS: what is native in it is tested by itself in tests/native, and CI has 15 minutes.
+# Not one of CHECKS: what is native in it is tested by itself in tests/native.
 sanitize-transport: .venv/dev sanitize-addresses
 	tools/sanitize address,undefined -k 'not forked and not aarch64' tests/transport
 

@@ -314,8 +314,8 @@ class InterfaceOperations(TransferOperations):
             if not isinstance(theirs, PEERS):
                 field = "src" if local == "dst" else "dst"
                 raise TypeError(
-                    f"{field}={shown(theirs)} must be a key of a peer's cache or a BlockLease, "
-                    f"not {type(theirs).__name__}"
+                    f"{field}={shown(theirs)} must be a key of a peer's cache, a BlockLease or "
+                    f"PeerTensors, not {type(theirs).__name__}"
                 )
         try:
             self.run(transfer, **options)

@@ -93,11 +93,11 @@ class TransferOperations(OperationRunner):
                 that is not writable there, or an option that the transfer cannot have;
                 LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: the link is broken, or
                 broke meanwhile; LLM_KV_CACHE_NOT_EXIST: a cache or address does not exist here or
-                there, or a lease has ended; LLM_REPEAT_REQUEST: another engine pulls by the key;
-                LLM_FEATURE_NOT_ENABLED: memory that the link does not reach, or host and device
-                memory in one transfer; LLM_TIMEOUT: the time has passed; LLM_LINK_BUSY: the peer's
-                program does not read its notifications; LLM_FAILED: not initialized, or `verify`
-                has found unequal bytes; LLM_ENGINE_FINALIZED.
+                there, or a lease has ended; LLM_REPEAT_REQUEST: another engine pulls by the key,
+                which pulls consume; LLM_FEATURE_NOT_ENABLED: memory that the link does not reach,
+                or host and device memory in one transfer; LLM_TIMEOUT: the time has passed;
+                LLM_LINK_BUSY: the peer's program does not read its notifications; LLM_FAILED: not
+                initialized, or `verify` has found unequal bytes; LLM_ENGINE_FINALIZED.
             GatherError: a gather, or a transfer with several peers; names each failed source.
         """
         started = perf_counter()

@@ -23,7 +23,7 @@ from kvplan.system.machine_file import (
 )
 from kvplan.validation import check_type, shown
 
-FILE_VERSION: Final = 2
+FILE_VERSION: Final = 3
 ENVIRONMENT: Final = "KVPLAN_TUNING"
 _CHOICES: Final = ("auto", "builtin")
 

@@ -83,7 +83,6 @@ _ROOMS = {
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names.split()}
 _MODULES = {*_ROOMS, "utils", "v2"}
-_OF_VERSION_1 = {"KvCacheManager", "Tensor", "TensorDesc"}
 
 
 def __getattr__(name: str) -> Any:
@@ -92,8 +91,6 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
-    if name in _OF_VERSION_1:
-        import_module(f"{__name__}.v1")  # raises
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -28,8 +28,12 @@ MAX_NBYTES: Final = 128 << 20
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write `plan` to a file for `load_plan`."""
-    Path(path).write_text(json.dumps(plan.to_dict()) + "\n", encoding="utf-8")
+    """Write `plan` to a file for `load_plan`; errors name the file."""
+    try:
+        Path(path).write_text(json.dumps(plan.to_dict()) + "\n", encoding="utf-8")
+    except OSError as error:
+        error.filename = os.fspath(path)  # of a full disk the system names no file
+        raise
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

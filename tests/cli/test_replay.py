@@ -95,17 +95,23 @@ def test_json(dumps: dict[str, Any]) -> None:
 def test_a_file_that_is_not_a_dump_is_refused_in_one_line(
     dumps: dict[str, Any], tmp_path: Path
 ) -> None:
-    alone, junk, noise, few = (
-        str(tmp_path / name) for name in ("alone.npy", "junk.npz", "noise.npz", "few.npz")
+    alone, junk, noise, few, bent = (
+        str(tmp_path / name)
+        for name in ("alone.npy", "junk.npz", "noise.npz", "few.npz", "bent.npz")
     )
     np.save(alone, np.zeros(3))
     Path(junk).write_bytes(b"PK\x03\x04junk")
     Path(noise).write_bytes(b"\xc5a\xff noise")
     np.savez(few, np.zeros(3))
+    np.savez_compressed(bent, np.arange(1000))
+    whole = bytearray(Path(bent).read_bytes())
+    whole[60:80] = b"\xff" * 20  # in the compressed bytes
+    Path(bent).write_bytes(whole)
     for dst, message in (
         (alone, "has one array"),
         (junk, "is not a file of np.savez"),
         (noise, "noise.npz is not a file of np.savez"),
+        (bent, "bent.npz is not a file of np.savez, or is damaged"),
         (few, "dst has 1 tensor; the plan needs 4"),
         (str(tmp_path), "is a directory"),
         (str(tmp_path / "missing"), "does not exist"),

@@ -223,7 +223,7 @@ def test_arguments_in_the_wrong_order_are_called_by_their_names(
 def test_a_peers_cache_that_is_no_key_is_refused_with_what_names_one(
     user: LlmDataDist, blocks: Cache
 ) -> None:
-    needed = "must be a key of a peer's cache or a BlockLease, not"
+    needed = "must be a key of a peer's cache, a BlockLease or PeerTensors, not"
     with pytest.raises(TypeError, match=f"^src=b'lease' {needed} bytes"):
         user.pull_blocks(b"lease", blocks, None, [1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=f"^dst=1 {needed} int"):

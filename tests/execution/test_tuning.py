@@ -105,7 +105,7 @@ def test_an_option_is_checked_when_it_is_given(text: str, expected: str) -> None
         ("", "Expecting value"),
         ("\0\xff", "Expecting value"),
         ("[]", "must be dict"),
-        ('{"schema_version": 99, "machines": {}}', "schema_version=99 must be 2"),
+        ('{"schema_version": 99, "machines": {}}', "schema_version=99 must be 3"),
         ("[" * 100_000, TOO_DEEP),
         ("x" * (2 << 20), "more than 1048576 bytes"),
     ],
@@ -156,7 +156,7 @@ def test_an_entry_that_is_no_tuning_is_not_used(path: Path, change: dict[str, An
 
 def test_other_machines_stay(path: Path) -> None:
     path.parent.mkdir()
-    path.write_text('{"schema_version": 2, "machines": {"another": {"of": "a later version"}}}')
+    path.write_text('{"schema_version": 3, "machines": {"another": {"of": "a later version"}}}')
     assert load_tuning() is None
     save_tuning(MINE)
     assert json.loads(path.read_text())["machines"]["another"] == {"of": "a later version"}
@@ -182,7 +182,7 @@ def test_what_was_measured_on_other_cores_is_not_used() -> None:
 def store_beside_ever_deeper_ones(path: Path) -> None:
     for depth in range(300, 20_000, 50):
         deep = "[" * depth + "]" * depth
-        path.write_text(f'{{"schema_version": 2, "machines": {{"another": {deep}}}}}')
+        path.write_text(f'{{"schema_version": 3, "machines": {{"another": {deep}}}}}')
         save_tuning(MINE)
 
 

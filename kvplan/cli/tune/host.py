@@ -15,10 +15,10 @@ from typing import Final
 
 import numpy as np
 
-from kvnative._host import Arena
 from kvnative._lower import Descriptors
 from kvnative._tuning import NEVER, Tuning, measure_copies
 from kvplan.execution.tuning import Finding
+from kvplan.transport.host_memory import new_arena
 
 BUDGET_MS: Final = 1000
 """Time budget of a measurement in ms, including memory and threads."""
@@ -173,7 +173,7 @@ def _mib(nbytes: int) -> str:
 @contextmanager
 def measured_here() -> Iterator[Measure]:
     """Return a `Measure` of this machine with its own memory."""
-    with Arena(2 * _SPAN_NBYTES, prefault=True) as arena:
+    with new_arena(2 * _SPAN_NBYTES, prefault=True) as arena:
         rng = np.random.default_rng(0)
         count = _SPAN_NBYTES // _BLOCK_NBYTES
         # Random blocks, like those of a cache.

@@ -125,7 +125,8 @@ class LocalTransport(Transport):
     def shortfall(self, metadata: bytes) -> str | None:
         """See `Transport.shortfall`.
 
-        The system may deny process_vm_readv or pidfd_getfd, and two GPUs may lack peer access.
+        The system may deny process_vm_readv or pidfd_getfd, this process may have no GPU, and two
+        GPUs may lack peer access.
 
         Raises:
             LLMException: as `connect`.
