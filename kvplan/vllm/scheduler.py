@@ -166,9 +166,6 @@ class ConnectorScheduler:
                 self._computing[request.request_id] = computed
         if not params.get("do_remote_prefill"):
             return
-        if request.request_id in self._fetching:  # of an aborted request; workers would refuse it
-            client_log.warning("%s: its name is in use; computed here", request.request_id)
-            return
         try:
             theirs = Reference.from_dict(params.get(REFERENCE) or {})
         except LLMException as error:
@@ -178,7 +175,11 @@ class ConnectorScheduler:
         num_tokens = self._num_fetched(len(tokens))
         if not theirs.transfer:
             num_tokens = min(theirs.num_tokens, num_tokens)
-        digest = self._digest(request, num_tokens) if num_tokens else None
+        digest = None
+        if request.request_id in self._fetching:  # of an aborted request; workers would refuse it
+            client_log.warning("%s: its name is in use; computed here", request.request_id)
+        elif num_tokens:
+            digest = self._digest(request, num_tokens)
         if digest is None:
             if theirs.handle is not None:  # the producer may free the request
                 self._drop(request.request_id, theirs)
@@ -278,8 +279,11 @@ class ConnectorScheduler:
         return step
 
     def _drop(self, name: str, reference: Reference) -> None:
-        """Let the workers drop a request; they do so before they expect the next of its name."""
-        self._step.expected.pop(name, None)
+        """Let the workers drop a request, under a name that no other request has."""
+        if self._step.expected.get(name) is reference:
+            del self._step.expected[name]
+        while name in self._fetching or name in self._pending or name in self._step.dropped:
+            name += " (again)"
         self._step.dropped[name] = reference
 
     def _digest(self, request: Request, num_tokens: int) -> bytes | None:
