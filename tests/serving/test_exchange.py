@@ -49,14 +49,17 @@ def test_a_request_is_fetched_and_then_free(make_peer: MakePeer, make_worker: Ma
     assert peer.run("result = worker.engine.leases()") == []
 
 
-def test_a_wait_may_be_without_end_and_is_a_number_of_ms(make_worker: MakeWorker) -> None:
+@pytest.mark.parametrize("endless", [float("inf"), None])
+def test_a_wait_may_be_without_end_and_is_a_number_of_ms(
+    make_worker: MakeWorker, endless: float | None
+) -> None:
     producer, consumer = make_worker(1), make_worker(2)
     producer.finish(0, 11, [4, 9, 2], 21)
     for wrong in (-1, float("nan")):
         with pytest.raises(ValueError, match="timeout_ms="):
             consumer.exchange.wait(wrong)
     consumer.exchange.fetch("mine", reference([producer.source], 0, 11, 21), Target([7, 1, 30]))
-    assert consumer.exchange.wait(float("inf"))
+    assert consumer.exchange.wait(endless)
     assert [result.error for result in consumer.exchange.take_results()] == [None]
 
 
