@@ -35,6 +35,8 @@ _PREFIX: Final = "kvplan-status-"
 _BACKLOG: Final = 16
 _SEND_S: Final = 1.0
 """Seconds that a client has to read the document."""
+_RETRY_S: Final = 0.01
+"""Seconds between attempts to connect to a socket whose queue is full."""
 _MAX_NBYTES: Final = 16 << 20
 _READERS: Final = 16
 _MAX_ANSWERS: Final = 4
@@ -163,15 +165,15 @@ def _read(name: str, timeout_s: float) -> Answer | None:
     pid = int(claimed) if claimed.isdecimal() else 0
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(timeout_s)
-            connection.connect(f"\0{name}")
+            deadline = time.monotonic() + timeout_s
+            _connect(connection, name, deadline)
             pid, uid = peer_credentials(connection)
             if uid != os.geteuid():  # a process of another user has taken the name
                 return None
-            document = msgspec.json.decode(_whole(connection, time.monotonic() + timeout_s))
+            document = msgspec.json.decode(_whole(connection, deadline))
     except ConnectionRefusedError:  # the engine has just ended
         return None
-    except (BlockingIOError, TimeoutError):  # the former: the queue of the socket is full
+    except TimeoutError:
         return Answer(pid, None, f"no answer within {timeout_s:g} s: stopped, or very busy")
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         return Answer(pid, None, str(error) or type(error).__name__)
@@ -180,15 +182,26 @@ def _read(name: str, timeout_s: float) -> Answer | None:
     return Answer(pid, document, "")
 
 
+def _connect(connection: socket.socket, name: str, deadline: float) -> None:
+    """Connect to a socket, and wait for room in its queue until the deadline."""
+    connection.setblocking(False)
+    while True:
+        with suppress(BlockingIOError):
+            connection.connect(f"\0{name}")
+            return
+        if time.monotonic() >= deadline:
+            raise TimeoutError
+        time.sleep(_RETRY_S)
+
+
 def _whole(connection: socket.socket, deadline: float) -> bytes:
     """Read until the end of the stream or the deadline."""
-    pieces, size = [], 0
-    while piece := connection.recv(1 << 16):
+    content = bytearray()
+    while len(content) <= _MAX_NBYTES:
         if (left := deadline - time.monotonic()) <= 0:
             raise TimeoutError
         connection.settimeout(left)
-        pieces.append(piece)
-        size += len(piece)
-        if size > _MAX_NBYTES:
-            raise ValueError(f"more than {_MAX_NBYTES >> 20} MiB")
-    return b"".join(pieces)
+        if not (piece := connection.recv(1 << 16)):
+            return bytes(content)
+        content += piece
+    raise ValueError(f"more than {_MAX_NBYTES >> 20} MiB")

@@ -251,15 +251,16 @@ class Exchange:
             self._check_idle(request)
             self._call(self._fetch, request, reference, None)
 
-    def wait(self, timeout_ms: float) -> bool:
-        """Wait for a result or a freed request; return False after the timeout.
+    def wait(self, timeout_ms: float | None) -> bool:
+        """Wait for a result or a freed request; return False after the timeout (None: no limit).
 
         Raises:
             ValueError: timeout_ms is < 0 or NaN.
         """
         check_timeout(timeout_ms)
+        limit = None if timeout_ms is None else min(timeout_ms / 1000, TIMEOUT_MAX)
         with self._news:
-            return self._news.wait_for(self._has_news, min(timeout_ms / 1000, TIMEOUT_MAX))
+            return self._news.wait_for(self._has_news, limit)
 
     @property
     def is_fetching(self) -> bool:

@@ -139,7 +139,7 @@ class _Answer:
 
     cluster_id: int
     granted: asyncio.Future[_Granted]
-    parts: dict[int, bytes] = field(default_factory=dict)  # one that comes again is replaced
+    parts: list[bytes] = field(default_factory=list)
 
 
 class Puller:
@@ -255,11 +255,11 @@ class Puller:
             reason = "".join(char if char.isprintable() else "?" for char in message.reason)
             answer.granted.set_exception(not_exist(f"cluster {cluster_id} refuses: {reason}"))
             return
-        answer.parts[message.part] = message.data
+        answer.parts[message.part :] = [message.data]  # after a link broke, parts come again
         if len(answer.parts) < message.parts:
             return
         try:
-            leases = decode_leases(b"".join(data for _, data in sorted(answer.parts.items())))
+            leases = decode_leases(b"".join(answer.parts))
             for group_lease in leases:
                 if (owner := group_lease.lease.cluster_id) != cluster_id:
                     raise invalid(f"cluster {cluster_id} grants a lease of cluster {owner}")

@@ -166,9 +166,6 @@ class ConnectorScheduler:
                 self._computing[request.request_id] = computed
         if not params.get("do_remote_prefill"):
             return
-        if request.request_id in self._fetching:  # of an aborted request; workers would refuse it
-            client_log.warning("%s: its name is in use; computed here", request.request_id)
-            return
         try:
             theirs = Reference.from_dict(params.get(REFERENCE) or {})
         except LLMException as error:
@@ -178,10 +175,14 @@ class ConnectorScheduler:
         num_tokens = self._num_fetched(len(tokens))
         if not theirs.transfer:
             num_tokens = min(theirs.num_tokens, num_tokens)
-        digest = self._digest(request, num_tokens) if num_tokens else None
+        digest = None
+        if request.request_id in self._fetching:  # of an aborted request; workers would refuse it
+            client_log.warning("%s: its name is in use; computed here", request.request_id)
+        elif num_tokens:
+            digest = self._digest(request, num_tokens)
         if digest is None:
             if theirs.handle is not None:  # the producer may free the request
-                self._step.dropped[request.request_id] = theirs
+                self._drop(request.request_id, theirs)
             return
         mine = Reference(
             theirs.instance,
@@ -210,14 +211,14 @@ class ConnectorScheduler:
             self._fetching.add(request.request_id)
             self._step.fetched[request.request_id] = reference, target
         else:  # all tokens are already here
-            self._step.dropped[request.request_id] = reference
+            self._drop(request.request_id, reference)
 
     def finished(
         self, request: Request, blocks: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request; return True if its blocks are kept, and parameters for its consumer."""
         if (reference := self._pending.pop(request.request_id, None)) is not None:
-            self._step.dropped[request.request_id] = reference
+            self._drop(request.request_id, reference)
         if request.request_id in self._fetching:  # aborted
             self._step.cancelled.append(request.request_id)
         computed = self._computing.pop(request.request_id, None)
@@ -276,6 +277,14 @@ class ConnectorScheduler:
         """Return the next step of the workers, and begin another."""
         step, self._step = self._step, Step()
         return step
+
+    def _drop(self, name: str, reference: Reference) -> None:
+        """Let the workers drop a request, under a name that no other request has."""
+        if self._step.expected.get(name) is reference:
+            del self._step.expected[name]
+        while name in self._fetching or name in self._pending or name in self._step.dropped:
+            name += " (again)"
+        self._step.dropped[name] = reference
 
     def _digest(self, request: Request, num_tokens: int) -> bytes | None:
         """Return the digest of a prefix of a request; None if its inputs are unknown."""

@@ -317,10 +317,10 @@ class ConnectorWorker:
             )
         for transfer in step.refused:
             exchange.refuse(transfer, "was not finished by its producer")
-        for request, reference in step.expected.items():
-            exchange.expect(request, reference)
         for request, reference in step.dropped.items():
             exchange.drop(request, reference)
+        for request, reference in step.expected.items():
+            exchange.expect(request, reference)
         for request in step.cancelled:
             exchange.cancel(request)
         if self._on_host:

@@ -211,6 +211,37 @@ def test_a_stopped_process_delays_no_other() -> None:
         assert len(said_by(peer.process.pid, 1)) == 1
 
 
+def test_a_reader_waits_for_room_in_the_queue_of_the_socket() -> None:
+    """Others read at the same time; of a stopped engine no reader ever comes to its turn."""
+    name = f"kvplan-test-{os.geteuid()}-{os.getpid()}"  # which no other test asks
+    with ExitStack() as ends:
+        listener = ends.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(f"\0{name}")
+        listener.listen(2)
+        listener.settimeout(DEADLINE_S)
+        others = 0
+        with suppress(BlockingIOError):
+            while True:
+                other = ends.enter_context(socket.socket(socket.AF_UNIX))
+                other.setblocking(False)
+                other.connect(f"\0{name}")
+                others += 1
+        began = time.monotonic()
+        answer = _read(name, 0.05)
+        assert time.monotonic() - began >= 0.05
+        assert answer is not None
+        assert (answer.pid, answer.document) == (os.getpid(), None)
+        assert "no answer within 0.05 s" in answer.error
+        reader = ends.enter_context(ThreadPoolExecutor(1))
+        found = reader.submit(_read, name, DEADLINE_S)
+        for _ in range(others + 1):
+            with listener.accept()[0] as connection:
+                connection.sendall(b'{"schema_version": 1}')
+        answer = found.result()
+        assert answer is not None
+        assert answer.document == {"schema_version": 1}, answer
+
+
 def test_a_killed_engine_is_gone_though_its_forked_child_lives() -> None:
     """The name belongs to the parent. A living child does not keep it."""
     program = """

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from kvplan import LLMException, PlanEvent
 from kvplan.layout import Interleaved
 from kvplan.serving import Compatibility, Exchange, Place, PullResult, Source, Target
-from kvplan.serving.messages import Message
+from kvplan.serving.messages import Grant
 from tests.serving.peer import Peer
 from tests.serving.worker import INSTANCE, Worker, reference
 from tests.support.refusals import refused
@@ -48,14 +49,17 @@ def test_a_request_is_fetched_and_then_free(make_peer: MakePeer, make_worker: Ma
     assert peer.run("result = worker.engine.leases()") == []
 
 
-def test_a_wait_may_be_without_end_and_is_a_number_of_ms(make_worker: MakeWorker) -> None:
+@pytest.mark.parametrize("endless", [float("inf"), None])
+def test_a_wait_may_be_without_end_and_is_a_number_of_ms(
+    make_worker: MakeWorker, endless: float | None
+) -> None:
     producer, consumer = make_worker(1), make_worker(2)
     producer.finish(0, 11, [4, 9, 2], 21)
     for wrong in (-1, float("nan")):
         with pytest.raises(ValueError, match="timeout_ms="):
             consumer.exchange.wait(wrong)
     consumer.exchange.fetch("mine", reference([producer.source], 0, 11, 21), Target([7, 1, 30]))
-    assert consumer.exchange.wait(float("inf"))
+    assert consumer.exchange.wait(endless)
     assert [result.error for result in consumer.exchange.take_results()] == [None]
 
 
@@ -357,15 +361,23 @@ def test_leases_of_too_many_parts_are_refused(
         assert failed(result, "its leases need 4 messages; at most 3 are sent")
 
 
-def test_an_answer_that_was_cut_off_is_taken_when_it_comes_again(make_worker: MakeWorker) -> None:
+@pytest.mark.parametrize("before", ["the same", "a longer one", "the end of one"])
+def test_an_answer_that_was_cut_off_is_taken_when_it_comes_again(
+    make_worker: MakeWorker, before: str
+) -> None:
     """A link has broken between two parts, and the consumer has asked again."""
     producer, consumer = make_worker(1, blocks=4096, block_tokens=1), make_worker(2, blocks=512)
     asks = producer.exchange._asks
     send = asks._send
 
-    async def cut_off_first(cluster_id: int, messages: Sequence[Message]) -> None:
+    async def cut_off_first(cluster_id: int, messages: Sequence[Grant]) -> None:
         assert len(messages) > 2
-        await send(cluster_id, messages[:2])
+        first = messages[:2]
+        if before == "a longer one":
+            first = [replace(messages[0], part=part, parts=9, data=b"old") for part in range(8)]
+        elif before == "the end of one":
+            first = messages[2:]
+        await send(cluster_id, first)
         await send(cluster_id, messages)
 
     asks._send = cut_off_first

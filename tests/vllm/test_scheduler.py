@@ -252,13 +252,17 @@ def test_consumers_of_a_request_that_is_aborted_are_told(producer: ConnectorSche
     assert producer.take_step() == Step(moved=["cmpl-1"], refused=["cmpl-1"])
 
 
+def waiting(producer: ConnectorScheduler) -> dict[str, Any]:
+    """What travels with a request that its producer has not finished."""
+    known = finished(producer)["kvplan"]  # what an earlier answer said of the producer
+    theirs = {key: known[key] for key in ("protocol", "instance", "sources")}
+    return {"do_remote_prefill": True, "kvplan": theirs | {"transfer": "cmpl-1"}}
+
+
 def test_a_request_that_has_not_finished_is_expected_by_its_name(
     producer: ConnectorScheduler, consumer: ConnectorScheduler
 ) -> None:
-    known = finished(producer)["kvplan"]  # what an earlier answer said of the producer
-    theirs = {key: known[key] for key in ("protocol", "instance", "sources")}
-    params = {"do_remote_prefill": True, "kvplan": theirs | {"transfer": "cmpl-1"}}
-    arriving = request(kv_transfer_params=params)
+    arriving = request(kv_transfer_params=waiting(producer))
     consumer.arrived(arriving)
     (reference,) = consumer.take_step().expected.values()
     assert (reference.transfer, reference.num_tokens) == ("cmpl-1", len(PROMPT))
@@ -284,8 +288,46 @@ def test_a_name_that_an_aborted_request_still_has_is_not_fetched(
         consumer.fetched(["r1"])
     consumer.arrived(again)
     step = consumer.take_step()
-    assert (len(step.expected), len(step.dropped)) == (int(reported), 0)
+    dropped = [Reference.from_dict(again.kv_transfer_params["kvplan"])]
+    assert len(step.expected) == int(reported)
+    assert list(step.dropped.values()) == ([] if reported else dropped)  # its blocks are freed
+    assert "r1" not in step.dropped  # the worker would refuse that name
     assert consumer.missing_tokens(again, 0) == (len(PROMPT) if reported else 0)
+
+
+@pytest.mark.parametrize("in_use", [True, False])
+def test_each_aborted_request_of_a_name_is_dropped_under_a_name_of_its_own(
+    producer: ConnectorScheduler, consumer: ConnectorScheduler, in_use: bool
+) -> None:
+    """All come in one step. A living request may have the name that would be next."""
+    living = request("r1 (again)", kv_transfer_params=finished(producer))
+    first, *others = (request(kv_transfer_params=finished(producer, name)) for name in "abc")
+    consumer.arrived(living)
+    if in_use:
+        consumer.arrived(first)
+        consumer.allocated(first, ([1, 2, 3],), len(PROMPT))
+        consumer.finished(first, ([1, 2, 3],))
+    for other in others:
+        consumer.arrived(other)
+        consumer.finished(other, ([],))
+    step = consumer.take_step()
+    assert [reference.handle for reference in step.dropped.values()] == [
+        Reference.from_dict(other.kv_transfer_params["kvplan"]).handle for other in others
+    ]
+    assert step.expected.keys() == {"r1 (again)"} | ({"r1"} if in_use else set())
+    assert not step.dropped.keys() & step.expected.keys()
+
+
+def test_a_request_by_transfer_of_a_name_in_use_is_not_dropped(
+    producer: ConnectorScheduler, consumer: ConnectorScheduler
+) -> None:
+    """Its producer has not finished it, and has no blocks to free."""
+    first = request(kv_transfer_params=finished(producer))
+    consumer.arrived(first)
+    consumer.allocated(first, ([1, 2, 3],), len(PROMPT))
+    consumer.take_step()
+    consumer.arrived(request(kv_transfer_params=waiting(producer)))
+    assert consumer.take_step() == Step()
 
 
 @pytest.mark.parametrize("transfer", [7, "x" * 129, "a\n", None])

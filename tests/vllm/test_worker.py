@@ -97,6 +97,38 @@ def test_the_blocks_of_a_request_that_fails_are_named(prefill: Peer, decode: Vll
     assert decode.results() == (set(), {"d3"}, {5, 7})  # of block 5 only a part was missing
 
 
+@pytest.mark.parametrize("expected", [True, False])
+def test_the_next_request_of_a_name_is_fetched(
+    prefill: Peer, decode: VllmWorker, expected: bool
+) -> None:
+    """Its predecessor is aborted before it has blocks, in the step in which the next arrives."""
+    first = decode.request("d1", PROMPT, start(prefill, [6, 1, 3]))
+    offered = prefill.run("result = worker.finish('p2', prompt, [2, 4, 5])", prompt=PROMPT)
+    again = decode.request("d1", PROMPT, offered)
+    decode.scheduler.arrived(first)
+    if expected:
+        decode.step()
+    decode.scheduler.finished(first, ([],))
+    decode.scheduler.arrived(again)
+    decode.step()
+    assert prefill.run("result = worker.results()") == ({"p1"}, set(), set())
+    decode.scheduler.allocated(again, ([2, 4, 0],), len(PROMPT))
+    decode.step()
+    assert decode.results() == (set(), {"d1"}, set())
+    assert prefill.run("result = worker.results()") == ({"p2"}, set(), set())
+
+
+def test_a_request_that_arrives_and_is_aborted_in_one_step_is_only_dropped(
+    prefill: Peer, decode: VllmWorker
+) -> None:
+    aborted = decode.request("d1", PROMPT, start(prefill, [6, 1, 3]))
+    decode.scheduler.arrived(aborted)
+    decode.scheduler.finished(aborted, ([],))
+    decode.step()
+    assert prefill.run("result = worker.results()") == ({"p1"}, set(), set())
+    assert not decode.worker.exchange.is_fetching
+
+
 def test_both_sides_count(prefill: Peer, decode: VllmWorker) -> None:
     params = start(prefill, [6, 1, 3])
     decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0], computed=32)
