@@ -84,6 +84,14 @@ def test_the_path_of_a_dead_server_is_taken_over_and_of_a_live_one_not(
     assert ask(loop, Endpoint(path=str(path))) == Synced(1)
 
 
+def test_the_path_of_a_file_is_left_alone(loop: ControlLoop, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("mine")
+    with pytest.raises(LLMException, match="Address already in use"):
+        listen(loop, f"ipc://{path}")
+    assert path.read_text() == "mine"
+
+
 @pytest.mark.parametrize("kind", ["SOCK_DGRAM", "SOCK_SEQPACKET", "SOCK_STREAM"])
 def test_the_path_of_another_program_is_left_alone(
     loop: ControlLoop, tmp_path: Path, kind: str
