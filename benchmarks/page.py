@@ -56,9 +56,8 @@ def machine(quick: bool, some: bool = False) -> Record:
 def table(records: Sequence[Record], measures: Measures) -> Iterator[str]:
     """Yield the lines of Markdown: the machine, the measured rows, then the unmeasured ones."""
     run, *rows = records
-    yield f"Machine: {described(run)}"
-    if run["load"] > run["cores"] / 2:
-        yield "**Other work kept the machine busy: repeat a run before you trust a missed target.**"
+    yield f"Machine: {described(run)}."
+    yield from busy(run)
     yield ""
     yield "| row | what | measured | limit | ratio | target | |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
@@ -85,6 +84,7 @@ def replaced(lines: Sequence[str], records: Sequence[Record], measures: Measures
             head, _, names = line.rpartition(": ")
             yield from below(head, [name for name in NAME.findall(names) if name not in new])
     yield from below(f"{AGAIN} ({described(run)})", [*new])
+    yield from busy(run)
 
 
 def below(head: str, names: Sequence[str]) -> Iterator[str]:
@@ -99,8 +99,14 @@ def described(run: Record) -> str:
     return (
         f"{run['machine']}, {run['cores']} cores, {run['memory_gib']} GiB;"
         f" Linux {run['kernel']}, Python {run['python']}, NumPy {run['numpy']};"
-        f" {run['day']}, {rounds}. Load average at the start: {run['load']}."
+        f" {run['day']}, {rounds}. Load average at the start: {run['load']}"
     )
+
+
+def busy(run: Record) -> Iterator[str]:
+    """Yield a warning if other work kept the machine busy."""
+    if run["load"] > run["cores"] / 2:
+        yield "**Other work kept the machine busy: repeat a run before you trust a missed target.**"
 
 
 def measured(rows: Sequence[Record], measures: Measures) -> dict[str, str]:

@@ -37,13 +37,16 @@ class BlockTables(NamedTuple):
     def of_leases(
         self, source: Side, target: Side, src_blocks: object, dst_blocks: object
     ) -> BlockTables:
-        """Drop blocks of leases (`RequestBlocks`) that neither move nor fit the other table."""
+        """Drop blocks of leases (`RequestBlocks`) that do not fit the other table.
+
+        At src those that are to move stay: the table that is checked first is not the short one.
+        """
         src, dst, wanted = self.src, self.dst, self.num_tokens or 0
         if type(src_blocks) is RequestBlocks:
             most = max(room(target, len(dst), self.dst_token), wanted) + self.src_token
             src = src[: -(-source.spread.count(most) // source.extent("token"))]
         if type(dst_blocks) is RequestBlocks:
-            most = max(room(source, len(src), self.src_token), wanted) + self.dst_token
+            most = room(source, len(src), self.src_token) + self.dst_token
             dst = dst[: -(-target.spread.count(most) // target.extent("token"))]
         return self._replace(src=src, dst=dst)
 

@@ -302,28 +302,35 @@ def communicate(device: Device, buffer: DeviceBuffer, _: int) -> None:
         communicator.prepare(1000)
 
 
-REFUSED: dict[str, Callable[[Device, DeviceBuffer, int], object]] = {
-    "aclrtMallocAlign32": lambda device, *_: device.allocate(100),
-    "aclrtMallocHost": lambda device, *_: allocate_host(device, 100),
-    "aclrtMemcpy": lambda device, buffer, _: device.write(buffer.address, bytes(4)),
-    "aclrtMemset": lambda device, buffer, _: device.clear(buffer.address, 4),
-    "aclrtGetMemInfo": lambda device, *_: device.memory(),
-    PIN: lambda device, _, at: pin(device, at, PAGE),
+REFUSED: list[tuple[str, Callable[[Device, DeviceBuffer, int], object]]] = [
+    ("aclrtMallocAlign32", lambda device, *_: device.allocate(100)),
+    ("aclrtMallocHost", lambda device, *_: allocate_host(device, 100)),
+    ("aclrtMemcpy", lambda device, buffer, _: device.write(buffer.address, bytes(4))),
+    ("aclrtMemset", lambda device, buffer, _: device.clear(buffer.address, 4)),
+    ("aclrtGetMemInfo", lambda device, *_: device.memory()),
+    (PIN, lambda device, _, at: pin(device, at, PAGE)),
     # For HCCL; a pin is this call on old runtimes only.
-    "aclrtHostRegister": lambda device, _, at: HcclLibrary.load(device.library).check_host(
-        device, at, PAGE
+    (
+        "aclrtHostRegister",
+        lambda device, _, at: HcclLibrary.load(device.library).check_host(device, at, PAGE),
     ),
-    "HcclRegisterGlobalMem": lambda device, buffer, _: Region(
-        HcclLibrary.load(device.library), device, buffer.address, 4096, on_device=True
+    (
+        "HcclRegisterGlobalMem",
+        lambda device, buffer, _: Region(
+            HcclLibrary.load(device.library), device, buffer.address, 4096, on_device=True
+        ),
     ),
-    "HcclCommBindMem": communicate,
-    "HcclCommPrepare": communicate,
-}
+    ("HcclCommBindMem", communicate),
+    ("HcclCommPrepare", communicate),
+]
 
 
-@pytest.mark.parametrize("call", REFUSED)
+@pytest.mark.parametrize(("call", "make"), REFUSED)
 def test_a_refused_call_leaves_a_thread_its_own_context(
-    device: Device, simulator: Controls, call: str
+    device: Device,
+    simulator: Controls,
+    call: str,
+    make: Callable[[Device, DeviceBuffer, int], object],
 ) -> None:
     acl = ctypes.CDLL(device.library.path)
     before, own, now = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
@@ -333,7 +340,7 @@ def test_a_refused_call_leaves_a_thread_its_own_context(
     try:
         simulator.add_fault(f"{call}:1={4 if call.startswith('Hccl') else 507899}")
         with pytest.raises(DeviceError, match=call):
-            REFUSED[call](device, buffer, pages.ctypes.data)
+            make(device, buffer, pages.ctypes.data)
         assert acl.aclrtGetCurrentContext(ctypes.byref(now)) == 0
         assert now.value == own.value
     finally:

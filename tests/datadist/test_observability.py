@@ -121,7 +121,7 @@ def test_cluster_0_is_a_peer_like_any_other(make_engine: MakeEngine) -> None:
         assert list(receiver.notifications()) == [(sender.cluster_id, b"moved")]
     assert [status.cluster_id for status in user.links()] == [0]
     user.unlink_clusters([0]).raise_for_status()
-    with refused(LLMStatusCode.LLM_NOT_YET_LINK, "0"):
+    with refused(LLMStatusCode.LLM_NOT_YET_LINK, "cluster 0"):
         user.caches(0)
 
 
