@@ -37,9 +37,9 @@ class Communicator:
         remote_rank: int,
         name: str,
         *,
+        max_batch: int,
         traffic_class: int | None = None,
         service_level: int | None = None,
-        max_batch: int | None = None,
         peer: HixlPeer | None = None,
     ) -> None: ...
     name: Final[str]

@@ -99,16 +99,15 @@ cdef class Communicator:
         rank_table: JSON, the same at both ends.
         rank, remote_rank: ranks of this process and of the peer in the table.
         name: 1 to 127 bytes, the same at both ends and unique on the device.
+        max_batch: descriptors of one operation: 256 on A2 and A3, 64 on 950, 128 over HIXL.
         traffic_class: RDMA traffic class, 0 to 255, or None for HCCL's choice.
         service_level: RDMA service level, 0 to 7, or None for HCCL's choice.
-        max_batch: descriptors of one operation: 256 on A2 and A3, 64 on 950, 128 over HIXL. None:
-            256, or 128 over HIXL.
         peer: needed by HIXL's library, which uses neither the table nor the ranks.
     """
 
     def __init__(self, HcclLibrary library not None, Device device not None,
                  str rank_table not None, int rank, int remote_rank, str name not None, *,
-                 traffic_class=None, service_level=None, max_batch=None, peer=None):
+                 int max_batch, traffic_class=None, service_level=None, peer=None):
         cdef kvn_communicator_options options
         cdef kvn_hixl_peer hixl
         cdef kvn_failure failure
@@ -119,8 +118,7 @@ cdef class Communicator:
             raise ValueError(f"rank is {rank} and remote_rank {remote_rank}; they must be two"
                              f" numbers >= 0")
         cdef int most = KVN_HCCL_MAX_BATCH if peer is None else KVN_CLIENT_MAX_OPERATIONS
-        options.max_batch = most if max_batch is None else max_batch
-        if not 1 <= options.max_batch <= most:
+        if not 1 <= max_batch <= most:
             raise ValueError(f"max_batch is {max_batch}; it must be in [1, {most}]")
         check_device(device)
         if library.hccl.is_client_server is not (peer is not None):
@@ -132,6 +130,7 @@ cdef class Communicator:
             ip = peer.address.encode()
             hixl.ip = ip
             hixl.port = peer.port
+        options.max_batch = max_batch
         options.peer = &hixl
         options.rank_table = table
         options.name = label

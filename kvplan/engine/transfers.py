@@ -71,9 +71,7 @@ class TransferOperations(OperationRunner):
         """
         engine = self._running()
         operation = _operation(engine, transfer, by_layer=by_layer)
-        if isinstance(operation, Several):
-            return operation.plan()
-        return operation.prepare()[0]
+        return operation.plan() if isinstance(operation, Several) else operation.prepare()[0]
 
     def run(self, transfer: Movable, **options: Unpack[RunOptions]) -> None:
         """Execute a transfer; after this call every byte has arrived.
@@ -114,13 +112,12 @@ class TransferOperations(OperationRunner):
                 engine, transfer, started, given
             ):
                 return
-        has_event = "after" in given
-        operation = _operation(engine, transfer, request, speculative=not has_event, **given)
+        operation = _operation(engine, transfer, request, speculative="after" not in given, **given)
         if isinstance(operation, Several):
             self._begin(operation, waits=True)
             return
         with operation:
-            if has_event:
+            if "after" in given:
                 operation.is_reported = False
                 task = self._submit(operation, operation.prepare())
                 try:
@@ -129,9 +126,8 @@ class TransferOperations(OperationRunner):
                     task.cancel()
                     raise
                 return
-            prepared = None
             while not operation.done:
-                prepared = self._execute(operation, prepared or operation.prepare())
+                self._execute(operation, operation.prepare())
 
     @overload
     def submit(
@@ -218,31 +214,32 @@ class TransferOperations(OperationRunner):
         with operation:
             return cast("LayerTask", self._submit(operation, operation.prepare()))
 
-    def _execute(self, operation: Operation, prepared: Prepared) -> Prepared | None:
-        """Execute a transfer; until `operation.done` the caller executes the result or prepares."""
+    def _execute(self, operation: Operation, prepared: Prepared) -> None:
+        """Execute a prepared transfer; the caller prepares it again until `operation.done`."""
         plan, src, dst, descriptors = prepared
         engine, operation.plan = operation.engine, plan
         if engine.reinterpret or self._hooks or operation.verify_every:
             self._look(operation, plan, src, dst)
-        left_ms = operation.timeout_ms  # as `operation.limited`, without a Python call
-        if left_ms is None and operation.link is not None:
-            left_ms = operation.timeout_ms = engine.wait_ms
-        if left_ms is not None:
-            left_ms = max(0.0, left_ms - (perf_counter() - operation.started) * 1000)
-        try:
-            engine.transfers.execute(plan, src, dst, left_ms, descriptors)
-        except LLMException as error:
-            if isinstance(error, NotRenewed) and operation.left_ms():
-                return prepared
-            if revocation((src, dst)) or not operation.asks_again(error):
-                raise
-        else:
-            if operation.verify_every:
-                operation.verify()
-            operation.done = True
-            if operation.notifies:
-                operation.send_notification()
-        return None
+        while True:
+            left_ms = operation.timeout_ms  # as `operation.limited`, without a Python call
+            if left_ms is None and operation.link is not None:
+                left_ms = operation.timeout_ms = engine.wait_ms
+            if left_ms is not None:
+                left_ms = max(0.0, left_ms - (perf_counter() - operation.started) * 1000)
+            try:
+                engine.transfers.execute(plan, src, dst, left_ms, descriptors)
+                break
+            except LLMException as error:
+                if isinstance(error, NotRenewed) and operation.left_ms():
+                    continue
+                if revocation((src, dst)) or not operation.asks_again(error):
+                    raise
+                return
+        if operation.verify_every:
+            operation.verify()
+        operation.done = True
+        if operation.notifies:
+            operation.send_notification()
 
     def _submit(self, operation: _Operation, prepared: Prepared) -> TransferTask:
         """Submit a prepared transfer; `operation` ends with the task."""
@@ -264,14 +261,18 @@ class TransferOperations(OperationRunner):
             engine.completion.watch(layers)
             return layers
         stream_of = None if device is None else device.stream
-        try:
-            task = transfers.submit(
-                plan, src, dst, on_outcome, descriptors, operation.after, stream_of
-            )
-        except LLMException as error:
-            if not operation.asks_again(error):
-                raise
-            return self._submit(operation, operation.prepare())
+        while True:
+            try:
+                task = transfers.submit(
+                    plan, src, dst, on_outcome, descriptors, operation.after, stream_of
+                )
+                break
+            except LLMException as error:
+                if isinstance(error, NotRenewed) and operation.left_ms():
+                    continue
+                if not operation.asks_again(error):
+                    raise
+                return self._submit(operation, operation.prepare())
         try:
             operation.submitted, task.settles_aside = True, aside
             track(task)
@@ -282,10 +283,9 @@ class TransferOperations(OperationRunner):
 
     def _look(self, operation: Operation, plan: Plan, src: TensorMemory, dst: TensorMemory) -> None:
         """Warn of reinterpreted bytes, call the hooks, and remember what is to be verified."""
-        if operation.engine.reinterpret and plan.reinterpret:
-            for part in plan.parts:
-                if part.reinterpret:
-                    operation.engine.warn_reinterpret(operation.name, part)
+        for part in plan.parts if operation.engine.reinterpret else ():
+            if part.reinterpret:
+                operation.engine.warn_reinterpret(operation.name, part)
         event = PlanEvent(
             plan, operation.name, operation.cache_id, operation.cluster_id, operation.tag
         )

@@ -205,9 +205,9 @@ class Rendezvous:
         comm = self._get(comm_id)
         assert comm.preparing is not None
         comm.preparing.cancel()
-        await asyncio.wait((comm.preparing,))
         if comm.status is RegisterMemStatus.PREPARING:
-            comm.status = RegisterMemStatus.FAILED  # it stays if a link is busy
+            comm.status = RegisterMemStatus.FAILED  # which stays if this call does not end
+        await asyncio.wait((comm.preparing,))
         ours = [link for link in self._transitions.links.values() if link.comm_id == comm_id]
         ends = (self._unlinker.unlink(link.cluster_id, _UNLINK_S, force=False) for link in ours)
         for error in filter(None, await asyncio.gather(*ends, return_exceptions=True)):

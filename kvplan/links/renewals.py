@@ -77,9 +77,9 @@ class Renewals:
             self._control.run(self._renew())
         except TimeoutError:
             raise NotRenewed(
-                f"the connection to cluster {self._link.cluster_id} does not reach memory that was "
-                f"registered later, and was not renewed within {self._wait_s * 1000:g} ms; the "
-                "renewal continues: try again",
+                f"the connection to cluster {self._link.cluster_id} was not renewed in time (an "
+                "error has disturbed it, or memory was registered later); the renewal continues: "
+                "try again",
                 status_code=LLMStatusCode.LLM_TIMEOUT,
             ) from None
 

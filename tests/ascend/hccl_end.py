@@ -157,13 +157,17 @@ class End:
 
     # ---- communicators ----
 
-    def open(self, name: str, table: str, rank: int, **options: Any) -> None:
+    def open(
+        self, name: str, table: str, rank: int, *, max_batch: int = 64, **options: Any
+    ) -> None:
+        options["max_batch"] = max_batch  # 64: every product takes as many
         self.communicators[name] = Communicator(
             self.library, self.device, table, rank, 1 - rank, name, **options
         )
 
     def open_with(self, table: str, options: dict[str, Any]) -> None:
-        given = {"rank_table": table, "rank": 0, "remote_rank": 1, "name": "name"} | options
+        ranks = {"rank_table": table, "rank": 0, "remote_rank": 1}
+        given = ranks | {"name": "name", "max_batch": 64} | options
         made = Communicator(self.library, self.device, **given)
         self.communicators[made.name] = made
 

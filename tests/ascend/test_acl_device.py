@@ -296,7 +296,7 @@ def communicate(device: Device, buffer: DeviceBuffer, _: int) -> None:
     with ExitStack() as held:
         region = Region(hccl, device, buffer.address, 4096, on_device=True)
         held.callback(region.close)
-        communicator = Communicator(hccl, device, table, 0, 1, "refused")
+        communicator = Communicator(hccl, device, table, 0, 1, "refused", max_batch=64)
         held.callback(communicator.close)
         communicator.bind(region)
         communicator.prepare(1000)

@@ -121,6 +121,7 @@ def test_pinned_host_memory(ends: Ends) -> None:
         ({"service_level": 8}, "service_level is 8; it must be None or in [0, 7]"),
         ({"max_batch": 257}, "max_batch is 257; it must be in [1, 256]"),
         ({"max_batch": 0}, "max_batch is 0; it must be in [1, 256]"),
+        ({"max_batch": -1}, "max_batch is -1; it must be in [1, 256]"),
         ({"max_batch": 129, "peer": OVER_HIXL}, "max_batch is 129; it must be in [1, 128]"),
         ({"name": ""}, "name is 0 bytes long; it must be 1 to 127"),
         ({"name": "n" * 128}, "name is 128 bytes long; it must be 1 to 127"),

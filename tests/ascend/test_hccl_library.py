@@ -130,7 +130,7 @@ hccl = HcclLibrary.load(acl)
 device = acl.device(0)
 buffer = device.allocate(4096)
 region = Region(hccl, device, buffer.address, 4096, on_device=True, owner=buffer)
-communicator = Communicator(hccl, device, sys.argv[2], 0, 1, "forked")
+communicator = Communicator(hccl, device, sys.argv[2], 0, 1, "forked", max_batch=64)
 communicator.bind(region)
 child = os.fork()
 if child == 0:

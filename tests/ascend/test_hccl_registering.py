@@ -11,6 +11,9 @@ import kvplan
 from kvnative._acl import AclLibrary
 from kvnative._hccl_memory import HcclLibrary
 from kvplan import LLMException, LLMStatusCode
+from kvplan.transport.hccl.device import whole_pages
+from kvplan.transport.hccl.regions import HeldRegion
+from kvplan.transport.host_memory import host_range
 from kvplan.transport.protocol import DeviceRange
 from tests.ascend.hccl_side import DEADLINE_S, PULL, PUSH, Side, link_both, moved
 from tests.ascend.hccl_sides import MakeSide, error_of
@@ -181,14 +184,46 @@ def test_an_address_that_is_not_registered(one: Side, two: Side) -> None:
         link.memory([two.buffer.address - 1], 10)
 
 
-@pytest.mark.parametrize("what", ["registration", "pool"])
-def test_host_memory_that_hccl_refuses_is_not_held_though_its_refusal_is(
-    one: Side, simulator: Controls, what: str
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("registration", "HcclRegisterGlobalMem"),
+        ("pool", "HcclRegisterGlobalMem"),
+        ("registration", "max_registrations"),
+        ("registration", "the transport is closed"),
+        ("pool", "the transport is closed"),
+        ("registration", "of the other kind"),
+        ("pool", "of the other kind"),
+    ],
+)
+def test_host_memory_that_is_refused_is_not_held_though_its_refusal_is(
+    make_side: MakeSide, simulator: Controls, what: str, why: str
 ) -> None:
-    simulator.add_fault("HcclRegisterGlobalMem:1=2")
-    transport, memory = one.transport, bytearray(4096)
+    side, memory = make_side(0, max_registrations=1, registers=False), bytearray(4096)
+    transport = side.transport
+    match why:
+        case "HcclRegisterGlobalMem":
+            simulator.add_fault("HcclRegisterGlobalMem:1=2")
+        case "max_registrations":
+            side.register()
+        case "the transport is closed":
+            transport.close()
+        case _:
+            page = whole_pages(None, host_range(memory, writable=True).address, 1)
+            transport._hccl.regions.cover(*page, on_device=True)
+    before = transport._hccl.regions.all()
     call = transport.preregister_pool if what == "pool" else transport.register
-    with pytest.raises(LLMException) as caught:
+    with pytest.raises(LLMException, match=why) as caught:
         call(memory)
     memory.extend(b"more")
-    assert "HcclRegisterGlobalMem" in str(caught.value)
+    assert caught.value
+    assert transport._hccl.regions.all() == before
+    transport._hccl.regions.release(before if why == "of the other kind" else (), HeldRegion.close)
+
+
+def test_host_memory_is_not_held_by_its_ended_registration(one: Side) -> None:
+    memory = bytearray(4096)
+    registration = one.transport.register(memory)
+    one.transport.deregister(registration)
+    memory.extend(b"more")
+    assert registration.nbytes == 4096

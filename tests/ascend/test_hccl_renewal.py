@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import numpy as np
+import pytest
 
 from kvplan import (
+    Cache,
     CacheDesc,
     CacheKeyByIdAndIndex,
     DataType,
     LlmDataDist,
     LLMStatusCode,
+    PlanEvent,
     Rows,
     Transfer,
 )
 from tests.ascend.simulator import Controls, Log
 from tests.datadist.conftest import MakeEngine
 from tests.datadist.conftest import link as connect
+from tests.device.compute import AscendCompute
 from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (4, 4096), DataType.DT_INT32)
@@ -76,18 +81,34 @@ def test_a_transfer_on_the_connection_before_ends_well(
         np.testing.assert_array_equal(array[0], expected[0])
 
 
-def test_a_renewal_may_take_as_long_as_the_call(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("kind", ["one", "after", "several peers"])
+def test_a_renewal_may_take_as_long_as_the_call(
+    make_engine: MakeEngine, simulator: Controls, kind: str
+) -> None:
     """The option limits calls without a timeout of their own."""
-    owner = make_engine(1, listen=True)
+    owners = [make_engine(i, listen=True) for i in ((1, 3) if kind == "several peers" else (1,))]
     user = make_engine(2, SyncKvCacheWaitTime="1")
-    connect(user, owner)
-    theirs, mine = owner.allocate_cache(DESC), user.allocate_cache(DESC)
-    for array in owner.arrays(theirs):
-        array[...] = 5
-    while not user.links()[0].caches:  # otherwise the peer is asked, which has the same limit
+    mine: dict[str, Cache] = {}
+    transfers = {}
+    for owner in owners:
+        connect(user, owner)
+        theirs = owner.allocate_blocks_cache(DESC)
+        for array in owner.arrays(theirs):
+            array[...] = owner.cluster_id
+        key = CacheKeyByIdAndIndex(owner.cluster_id, theirs.cache_id)
+        target = mine[str(owner.cluster_id)] = user.allocate_blocks_cache(DESC)
+        transfers[str(owner.cluster_id)] = Transfer(Rows(key, [0, 3]), Rows(target, [2, 1]))
+    while not all(link.caches for link in user.links()):  # otherwise peers are asked within 1 ms
         pass
-    user.pull_cache(CacheKeyByIdAndIndex(1, theirs.cache_id, 0), mine, timeout_ms=DEADLINE_S * 1000)
-    assert all((array[0] == 5).all() for array in user.arrays(mine))
+    events: list[PlanEvent] = []
+    user.on_plan(events.append)
+    whole = transfers if kind == "several peers" else transfers["1"]
+    with closing(AscendCompute(simulator, device_id=2)) as compute:
+        after = compute.event() if kind == "after" else None
+        user.run(whole, timeout_ms=DEADLINE_S * 1000, after=after)
+    for name, cache in mine.items():
+        assert all((array[1:3] == int(name)).all() for array in user.arrays(cache))
+    assert len(events) == len(owners)
 
 
 def test_no_side_prepares_a_connection_that_the_other_cannot_open(

@@ -264,6 +264,24 @@ def test_an_unlink_that_fails_while_a_member_is_missing_ends_the_preparation(
     one.links.comm_unlink(1)
 
 
+def test_an_unlink_that_is_interrupted_ends_the_preparation(
+    make_end: MakeEnd, comm_dir: str
+) -> None:
+    links = make_end(1, listen="", comm_dir=comm_dir).links
+    links.comm_link("name", {1: 0, 2: 1})
+
+    async def interrupted() -> None:
+        unlinking = asyncio.create_task(links._rendezvous.unlink(1))
+        await asyncio.sleep(0)  # to its first wait
+        unlinking.cancel()
+        await asyncio.wait((unlinking,))
+        assert unlinking.cancelled()
+
+    links._run(interrupted())
+    assert links.comm_status(1) is FAILED
+    links.comm_unlink(1)
+
+
 def test_an_engine_of_another_communicator_of_that_name_is_refused(
     make_end: MakeEnd, comm_dir: str
 ) -> None:

@@ -174,7 +174,8 @@ def test_a_call_that_times_out_leaves_the_renewal_running(make_end: MakeEnd) -> 
     two.holds.clear()
     error = refusal_of(one)
     assert error.status_code == LLMStatusCode.LLM_TIMEOUT
-    assert "was not renewed within 1 ms; the renewal continues" in str(error)
+    assert "was not renewed in time" in str(error)
+    assert "the renewal continues" in str(error)
     two.holds.set()
     pair.wait_until_both_use(1)
 

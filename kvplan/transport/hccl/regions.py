@@ -13,7 +13,7 @@ from weakref import WeakSet
 import numpy as np
 
 from kvnative._signals import Mutex
-from kvplan.status import unsupported
+from kvplan.status import invalid, unsupported
 from kvplan.transport.hccl.metadata import RegionRef
 
 if TYPE_CHECKING:
@@ -168,6 +168,11 @@ class Regions:
         start, end = address, address + nbytes
         if whole is not None and not self._between(whole[0], whole[0] + whole[1]):
             start, end = whole[0], whole[0] + whole[1]
+        if any(region.on_device is not on_device for region in self._between(start, end)):
+            raise invalid(
+                f"memory at {address:#x} overlaps registered memory of the other kind (host or "
+                "device)"
+            )
         made: list[HeldRegion] = []
         try:
             for gap_start, gap_end in self._gaps(start, end):

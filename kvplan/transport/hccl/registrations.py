@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvplan.status import LLMException, invalid
+from kvplan.status import LLMException
 from kvplan.system.logs import Log
 from kvplan.transport import announced
 from kvplan.transport.announced import AnnouncedRegistrations
@@ -38,6 +38,7 @@ class Covered:
         """Release the regions. Idempotent."""
         regions, self.regions = self.regions, ()
         self._hccl.regions.release(regions, self._hccl.forget)
+        self._keep = None  # the registration, or the error of a refusal, may be kept for long
 
 
 HcclRegistration = Registration[Range, Covered]
@@ -132,11 +133,4 @@ class HcclRegistrations(AnnouncedRegistrations[Range, Covered, Connections]):
             regions = self._hccl.regions.cover(
                 address, nbytes, on_device=on_device, owner=keep, whole=whole
             )
-        covered = Covered(self._hccl, regions, keep)
-        if any(region.on_device is not on_device for region in regions):
-            covered.release()
-            raise invalid(
-                f"memory at {address:#x} overlaps registered memory of the other kind (host or "
-                "device)"
-            )
-        return covered
+        return Covered(self._hccl, regions, keep)
