@@ -20,7 +20,7 @@
  * cores, because other threads need the core, or after several polls in vain, until a job again follows another at
  * once. */
 #define SPIN_NS 20000
-#define LOOK_NS 50000
+#define LOOK_NS 100000
 #define VAIN_LOOKS 4
 
 /* Lets a spinning thread leave the core to its sibling, and poll less often. YIELD does nothing on most Arm processors;
