@@ -119,13 +119,13 @@ def measured(rows: Sequence[Record], measures: Measures) -> dict[str, str]:
     return lines
 
 
-def row(record: Record, described: str) -> str:
+def row(record: Record, what: str) -> str:
     """Return one measured row."""
     unit, target = record["unit"], record["target"]
     asked = "" if target is None else f"{record['sense']} {target:g}"
     verdict = "" if target is None else "met" if record["met"] else "**missed**"
     figures = f"{record['value']:.4g} {unit} | {record['limit']:.4g} {unit} | {record['ratio']:.2f}"
-    return f"| `{record['name']}` | {described} | {figures} | {asked} | {verdict} |"
+    return f"| `{record['name']}` | {what} | {figures} | {asked} | {verdict} |"
 
 
 def write(source: Path, measures: Measures, page: Path = PAGE) -> None:

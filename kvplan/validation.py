@@ -7,6 +7,7 @@ import stat
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from operator import index
+from pathlib import Path
 from reprlib import Repr
 from typing import SupportsIndex, TypeVar
 
@@ -34,6 +35,15 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else "?" for char in " ".join(text.splitlines()))
+
+
+def write_file(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text to a file. An OSError names the file: that of a full disk names none."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        error.filename = os.fspath(path)
+        raise
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:

@@ -8,12 +8,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from math import isnan
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, TypeVar
 
 import click
 
-from kvplan.validation import printable
+from kvplan.validation import printable, write_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -99,11 +98,7 @@ def write_text(text: str, path: str) -> None:
     if path == STDIN:
         click.echo(text)
     else:
-        try:
-            Path(path).write_text(text, encoding="utf-8")
-        except OSError as error:
-            error.filename = path  # of a full disk the system names no file
-            raise
+        write_file(path, text)
 
 
 def write_json(document: Mapping[str, Any], version: int = 1) -> None:

@@ -243,12 +243,8 @@ def _tensors(path: Path) -> list[Any]:
                 raise click.ClickException(f"{path} has one array; write the tensors with np.savez")
             with dump:
                 return [dump[name] for name in dump.files]
-    except (
-        ValueError,
-        BadZipFile,
-        EOFError,
-        zlib.error,
-    ):  # whose text may advise to unpickle the file
+    except (ValueError, BadZipFile, EOFError, zlib.error):
+        # Without NumPy's text, which may advise to unpickle the file.
         raise click.ClickException(f"{path} is not a file of np.savez, or is damaged") from None
 
 

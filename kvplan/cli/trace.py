@@ -15,7 +15,7 @@ from typing import Any, Final
 import click
 from msgspec import structs
 
-from kvplan.cli.common import ExitCode, json_option, write_json, write_plain, write_text
+from kvplan.cli.common import ExitCode, json_option, write_json, write_plain
 from kvplan.cli.trace_compare import compare
 from kvplan.cli.trace_plan import Expected, block_tables, plan_lines, save_plan, transfer_at
 from kvplan.cli.trace_sums import compare_sums
@@ -35,6 +35,7 @@ from kvplan.recording.records import (
     who_wrote,
 )
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.validation import write_file
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _TOGETHER: Final = {("--sums", "--tag"), ("--plan", "--save-plan")}
@@ -406,7 +407,7 @@ def _export(found: _Found, perfetto: Path, *, as_json: bool) -> ExitCode:
     from kvplan.recording.perfetto import trace_of
 
     document = trace_of(found)
-    write_text(json.dumps(document) + "\n", str(perfetto.absolute()))  # absolute: not "-"
+    write_file(perfetto, json.dumps(document) + "\n")
     count = len(document["traceEvents"])
     if as_json:
         write_json({"saved": str(perfetto), "events": count})

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, BinaryIO, Final, cast, get_args
 
 import numpy as np
@@ -21,19 +20,23 @@ from kvplan.planning.side import Side
 from kvplan.planning.tokens import BlockTables
 from kvplan.status import LLMException, invalid, within
 from kvplan.types import CacheDesc, DataType, Placement
-from kvplan.validation import INT64_MAX, check_index, check_type, check_width, open_regular, shown
+from kvplan.validation import (
+    INT64_MAX,
+    check_index,
+    check_type,
+    check_width,
+    open_regular,
+    shown,
+    write_file,
+)
 
 MAX_NBYTES: Final = 128 << 20
 """Maximum size of a plan's file in bytes: three million segments that cannot be merged."""
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write `plan` to a file for `load_plan`; errors name the file."""
-    try:
-        Path(path).write_text(json.dumps(plan.to_dict()) + "\n", encoding="utf-8")
-    except OSError as error:
-        error.filename = os.fspath(path)  # of a full disk the system names no file
-        raise
+    """Write `plan` to a file for `load_plan`."""
+    write_file(path, json.dumps(plan.to_dict()) + "\n")
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

@@ -39,7 +39,7 @@ class BlockTables(NamedTuple):
     ) -> BlockTables:
         """Drop blocks of leases (`RequestBlocks`) that do not fit the other table.
 
-        At src those that are to move stay: the table that is checked first is not the short one.
+        At src those of `num_tokens` stay, so that a short table at dst is the one that is refused.
         """
         src, dst, wanted = self.src, self.dst, self.num_tokens or 0
         if type(src_blocks) is RequestBlocks:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
     "addressed": 788,
-    "cli": 3808,
+    "cli": 3800,
     "control": 3618,
     "debug": 789,
     "device": 1246,
@@ -24,20 +24,20 @@ MAX_LINES = {
     "execution": 3110,
     "hixl": 1093,
     "inspection": 1996,
-    "kvplan": 1659,
+    "kvplan": 1667,
     "links": 3970,
     "llm_datadist": 3820,
     "mooncake": 595,
     "nixl": 1755,
     "observe": 1645,
-    "planning": 5693,
+    "planning": 5696,
     "recording": 1703,
     "run": 364,
     "serving": 2913,
     "system": 476,
     "tensors": 1093,
     "testing": 473,
-    "transport": 8012,
+    "transport": 8009,
     "vllm": 2084,
 }
 """Lines of each room. Only a commit that says why may raise one."""
