@@ -189,13 +189,13 @@ def beside_loops(
 
 @TOPIC.row("copy_32KiB_1GiB_ratio")
 def copy_large(run: Run, name: str) -> Row:
-    """A copy of far more bytes than any CPU cache holds."""
+    """Copy far more bytes than any CPU cache holds."""
     return copy_ratio(run, name, 32 * KIB, GIB, rounds=15)
 
 
 @TOPIC.row("copy_32KiB_8MiB_ratio")
 def copy_small(run: Run, name: str) -> Row:
-    """One short request: start and end of a transfer count."""
+    """Copy one short request: start and end of a transfer count."""
     return copy_ratio(run, name, 32 * KIB, 8 * MIB, rounds=201)
 
 
@@ -233,7 +233,7 @@ def cache_of(tokens: int, axes: str) -> CacheDesc:
 
 @TOPIC.row("copy_4KiB_runs_ratio")
 def copy_token_runs(run: Run, name: str) -> Row:
-    """Blocks of 16 tokens into blocks of 64, heads first: runs of 4 KiB."""
+    """Copy blocks of 16 tokens into blocks of 64, heads first: runs of 4 KiB."""
     hnd = "block head token dim"
     descriptors = runs_of(run, cache_of(16, hnd), cache_of(64, hnd), 2048)
     return beside_loops(run, name, descriptors, 31, 0.90, ["memcpy"])
@@ -241,7 +241,7 @@ def copy_token_runs(run: Run, name: str) -> Row:
 
 @TOPIC.row("copy_256B_runs_ratio")
 def copy_head_runs(run: Run, name: str) -> Row:
-    """Tokens first into heads first: runs of 256 bytes, one for each head and token."""
+    """Copy tokens first into heads first: runs of 256 bytes, one for each head and token."""
     src, dst = cache_of(16, "block token head dim"), cache_of(16, "block head token dim")
     return beside_loops(run, name, runs_of(run, src, dst, 2048), 31, 0.80, ["memcpy"])
 

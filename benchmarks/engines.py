@@ -72,7 +72,7 @@ def linked_engine(run: Run) -> LlmDataDist:
 
 @TOPIC.row("facade_pull_ratio")
 def facade_pull(run: Run, name: str) -> Row:
-    """A whole call with its planning, beside the executor alone with the same descriptors."""
+    """Pull by a whole call with its planning, beside the executor with the same descriptors."""
     datadist = linked_engine(run)
     cache = datadist.allocate_blocks_cache(PAGED)
     rng = np.random.default_rng(64)
@@ -102,7 +102,7 @@ def memories_of(datadist: LlmDataDist, cache: Cache) -> tuple[TensorMemory, Tens
 
 @TOPIC.row("facade_pull_4KiB_us")
 def facade_pull_small(run: Run, name: str) -> Row:
-    """The smallest useful pull: check the peer, copy, check again, count."""
+    """Pull as little as is useful: check the peer, copy, check again, count."""
     datadist = linked_engine(run)
     cache = datadist.allocate_cache(SMALL)
     pull = partial(datadist.pull_cache, small_key(1), cache)
@@ -115,7 +115,7 @@ def facade_pull_small(run: Run, name: str) -> Row:
 
 @TOPIC.row("run_4KiB_us")
 def run_small(run: Run, name: str) -> Row:
-    """The same pull by a ready `Transfer`: no argument is converted."""
+    """Do the same pull by a ready `Transfer`: no argument is converted."""
     datadist = linked_engine(run)
     cache = datadist.allocate_cache(SMALL)
     move = partial(datadist.run, Transfer(Rows(small_key(1)), Rows(cache)))
@@ -128,7 +128,7 @@ def run_small(run: Run, name: str) -> Row:
 
 @TOPIC.row("ragged_lease_ratio")
 def ragged_lease(run: Run, name: str) -> Row:
-    """The pull of a serving engine: by a lease, with a tag, the last block not full."""
+    """Pull as a serving engine does: by a lease, with a tag, the last block not full."""
     datadist = linked_engine(run)
     cache = datadist.allocate_blocks_cache(RAGGED)
     lease = run.shared["ragged lease"]
@@ -154,7 +154,7 @@ def ragged_lease(run: Run, name: str) -> Row:
 
 @TOPIC.row("verify_pull_ratio")
 def verified_pull(run: Run, name: str) -> Row:
-    """A pull whose bytes are all read again and compared, beside an unverified pull."""
+    """Pull, read all bytes again and compare them, beside an unverified pull."""
     datadist = linked_engine(run)
     cache = datadist.allocate_blocks_cache(PAGED)
     rng = np.random.default_rng(64)

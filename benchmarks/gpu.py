@@ -167,7 +167,7 @@ class Pool:
             self._put(first, words(min(_PIECE, self.nbytes - first), seed, first))
 
     def clear(self) -> None:
-        """Zeros."""
+        """Fill the destination with zeros."""
         zeros = np.zeros(min(_PIECE, self.nbytes), np.uint8)
         for first in range(0, self.nbytes, _PIECE):
             self._put(first, zeros[: self.nbytes - first])
@@ -250,19 +250,19 @@ def beside_contiguous(
 
 @TOPIC.row("gpu_4KiB_ratio")
 def small_blocks(run: Run, name: str) -> Row:
-    """Blocks of 4 KiB, scattered at both ends, beside one contiguous copy; inside one process."""
+    """Copy blocks of 4 KiB in a process, scattered at both ends, beside one contiguous copy."""
     return beside_contiguous(run, name, Scattered.of(nbytes_of(run, 256 * MIB), 4 * KIB), 0.50)
 
 
 @TOPIC.row("gpu_32KiB_ratio")
 def blocks(run: Run, name: str) -> Row:
-    """Blocks of 32 KiB, likewise."""
+    """Copy blocks of 32 KiB, likewise."""
     return beside_contiguous(run, name, Scattered.of(nbytes_of(run, 1024 * MIB), 32 * KIB), 0.80)
 
 
 @TOPIC.row("gpu_256KiB_ratio")
 def large_blocks(run: Run, name: str) -> Row:
-    """Blocks of 256 KiB, likewise."""
+    """Copy blocks of 256 KiB, likewise."""
     return beside_contiguous(run, name, Scattered.of(nbytes_of(run, 1024 * MIB), 256 * KIB), 0.80)
 
 
@@ -282,7 +282,7 @@ def to_pinned(run: Run, name: str) -> Row:
 
 @TOPIC.row("gpu_one_block_us")
 def one_block(run: Run, name: str) -> Row:
-    """One block of 32 KiB, from the start of the call to its end."""
+    """Copy one block of 32 KiB, from the start of the call to its end."""
     device, driver = device_of(run), driver_of(run)
     source, target = (Pool(device, 32 * KIB, on_device=True) for _ in range(2))
     source.fill(1)
@@ -375,25 +375,25 @@ def between_processes(run: Run, name: str, case: Scattered, target: float) -> Ro
 
 @TOPIC.row("gpu_peer_4KiB_ratio")
 def small_blocks_of_peer(run: Run, name: str) -> Row:
-    """Blocks of 4 KiB between two processes on one GPU, beside one contiguous copy."""
+    """Copy blocks of 4 KiB between two processes on one GPU, beside one contiguous copy."""
     return between_processes(run, name, Scattered.of(nbytes_of(run, 256 * MIB), 4 * KIB), 0.50)
 
 
 @TOPIC.row("gpu_peer_32KiB_ratio")
 def blocks_of_peer(run: Run, name: str) -> Row:
-    """Blocks of 32 KiB between two processes, likewise."""
+    """Copy blocks of 32 KiB between two processes, likewise."""
     return between_processes(run, name, Scattered.of(nbytes_of(run, 1024 * MIB), 32 * KIB), 0.80)
 
 
 @TOPIC.row("gpu_peer_256KiB_ratio")
 def large_blocks_of_peer(run: Run, name: str) -> Row:
-    """Blocks of 256 KiB between two processes, likewise."""
+    """Copy blocks of 256 KiB between two processes, likewise."""
     return between_processes(run, name, Scattered.of(nbytes_of(run, 1024 * MIB), 256 * KIB), 0.80)
 
 
 @TOPIC.row("gpu_request_over_nixl")
 def request(run: Run, name: str) -> Row:
-    """A whole call with its planning: 64 tensors x 64 blocks of 32 KiB from another process."""
+    """Pull by a whole call, with planning: 64 tensors x 64 blocks of 32 KiB of another process."""
     case = Scattered.of(nbytes_of(run, TENSORS * REQUEST_BLOCKS * REQUEST_BLOCK), REQUEST_BLOCK)
     device_of(run)
     with linked(case) as datadist:

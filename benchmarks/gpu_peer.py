@@ -10,7 +10,7 @@ from kvplan import BlocksCacheKey, CacheDesc, DataType, LlmDataDist, LlmRole, Pl
 
 CLUSTER = 1
 KEY = BlocksCacheKey(CLUSTER)
-"""Of the cache."""
+"""The key of the peer's cache."""
 
 
 def cache_of(tensors: int, blocks: int, block: int) -> CacheDesc:

@@ -38,7 +38,7 @@ class Pair(NamedTuple):
 
 @TOPIC.row("hixl_transfer_ratio")
 def transfer_ratio(run: Run, name: str) -> Row:
-    """`transfer_sync` of 10,000 descriptors, beside the executor alone."""
+    """Run `transfer_sync` of 10,000 descriptors, beside the executor alone."""
     cases = {}
     figures = []
     with pair() as item:

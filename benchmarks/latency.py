@@ -47,7 +47,7 @@ def microseconds(run: Run) -> dict[str, tuple[float, float, float]]:
 
 @TOPIC.row("tcp_pull_4KiB_us")
 def executor(run: Run, name: str) -> Row:
-    """The executor alone, with a ready descriptor; the worse of two places."""
+    """Pull by the executor alone, with a ready descriptor; the worse of two places."""
     measured = microseconds(run)
     where, (bare, ours, _) = max(measured.items(), key=lambda value: value[1][1] / value[1][0])
     ratios = ", ".join(f"{place} {b / a:.2f}" for place, (a, b, _) in measured.items())
@@ -57,7 +57,7 @@ def executor(run: Run, name: str) -> Row:
 
 @TOPIC.row("tcp_facade_pull_4KiB_us")
 def facade(run: Run, name: str) -> Row:
-    """A whole call: plan, check, move, check, count; the worse of two places."""
+    """Pull by a whole call: plan, check, move, check, count; the worse of two places."""
     measured = microseconds(run)
     where, (_, executor, whole) = max(measured.items(), key=lambda value: value[1][2] - value[1][1])
     note = f"{where}; limit: the executor's part and {FACADE_US} us"

@@ -59,7 +59,7 @@ def lease_overhead(run: Run, name: str) -> Row:
 
 @TOPIC.row("leased_pull_4KiB_us")
 def leased_pull(run: Run, name: str) -> Row:
-    """The smallest pull by a lease; a new lease for each pull."""
+    """Pull as little as possible by a lease; a new lease for each pull."""
     datadist = linked_engine(run)
     leases = cycle(run.shared["leases"])
     cache = datadist.allocate_blocks_cache(LEASED)
@@ -75,7 +75,7 @@ def leased_pull(run: Run, name: str) -> Row:
 
 @TOPIC.row("notified_pull_4KiB_us")
 def notified_pull(run: Run, name: str) -> Row:
-    """The same with a tag, and with the notification that it is done, as in a serving engine."""
+    """Do the same with a tag and with the notification that it is done, as in a serving engine."""
     datadist = linked_engine(run)
     with LlmDataDist(OWNER_CLUSTER, LlmRole.PROMPT) as owner:
         owner.initialize({**LISTEN, "kvplan.transport": "local"})
@@ -118,7 +118,7 @@ def lease_view(run: Run, name: str) -> Row:
 
 @TOPIC.row("release_us")
 def release(run: Run, name: str) -> Row:
-    """The owner's call, with one linked peer that has written before but is idle now."""
+    """Release a lease, with one linked peer that has written before but is idle now."""
     peer = linked_engine(run)
     values = {}
     for transport in ("local", "auto"):

@@ -64,25 +64,25 @@ def link_seconds(
 
 @TOPIC.row("link_pair_ms")
 def link_pair(run: Run, name: str) -> Row:
-    """A link to a process of the same host, over shared memory."""
+    """Link to a process of the same host, over shared memory."""
     return one_link(run, name, "auto", 20)
 
 
 @TOPIC.row("link_64_s")
 def link_many(run: Run, name: str) -> Row:
-    """Links over shared memory to 64 engines at once."""
+    """Link over shared memory to 64 engines at once."""
     return many_links(run, name, "auto", 1)
 
 
 @TOPIC.row("tcp_link_ms")
 def tcp_link(run: Run, name: str) -> Row:
-    """A link over TCP: control and data connections."""
+    """Link over TCP: control and data connections."""
     return one_link(run, name, "tcp", 5)
 
 
 @TOPIC.row("tcp_link_64_s")
 def tcp_link_many(run: Run, name: str) -> Row:
-    """Links over TCP to 64 engines at once."""
+    """Link over TCP to 64 engines at once."""
     return many_links(run, name, "tcp", 0.3)
 
 
@@ -114,7 +114,7 @@ def pulled_at_once(run: Run) -> Result:
 
 @TOPIC.row("tcp_fairness")
 def fairness(run: Run, name: str) -> Row:
-    """The fewest bytes from one peer, divided by the most bytes from one peer."""
+    """Divide the fewest bytes from one peer by the most bytes from one peer."""
     result = pulled_at_once(run)
     note = (
         f"{PULLERS} processes, {SHAPE.nbytes // KIB**2} MiB a pull, {SUSTAINED_S:.0f} s, "
@@ -133,7 +133,7 @@ def link_memory(run: Run, name: str) -> Row:
 
 @TOPIC.row("tcp_link_descriptors")
 def descriptors(run: Run, name: str) -> Row:
-    """Descriptors of one pair of data connections and of the control connection: 3 and 4."""
+    """Count descriptors of one pair of data connections and of the control connection: 3 and 4."""
     before, linked, _ = pulled_at_once(run).decode.descriptors
     note = f"with the {CONTROL_DESCRIPTORS} of its control connection; limit: the budget"
     limit = 3 + CONTROL_DESCRIPTORS

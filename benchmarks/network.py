@@ -85,5 +85,5 @@ def tcp_over_peers(run: Run, name: str) -> Row:
 
 @TOPIC.row("tcp_bare_over_best_peer")
 def tcp_bare_over_peers(run: Run, name: str) -> Row:
-    """The bare program beside the best other library: the limit of one connection."""
+    """Run the bare program beside the best other library: the limit of one connection."""
     return beside_peers(run, name, lambda place: [libraries.bare(place)], None)

@@ -62,7 +62,7 @@ def latency(run: Run, name: str) -> Row:
 
 @TOPIC.row("notify_wakeup_us")
 def wakeup(run: Run, name: str) -> Row:
-    """The same to a receiver that sleeps in `select`; the system takes most of this time."""
+    """Notify a receiver that sleeps in `select`; the system takes most of this time."""
     times = TIMES // 4 if run.quick else TIMES
     ours, limits = [], []
     for _ in range(ROUNDS):
@@ -80,7 +80,7 @@ def wakeup(run: Run, name: str) -> Row:
 
 @TOPIC.row("notifications_per_s")
 def throughput(run: Run, name: str) -> Row:
-    """One thread notifies, one program reads; number and order are checked."""
+    """Notify from one thread, read in one program; number and order are checked."""
     from kvplan import ClusterInfo, LlmDataDist, LLMException, LlmRole, LLMStatusCode
 
     many = MANY // 4 if run.quick else MANY

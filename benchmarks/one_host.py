@@ -142,25 +142,25 @@ def request_row(run: Run, name: str, asked: tuple[str, int], target: float) -> R
 
 @TOPIC.row("request_over_nixl_1")
 def request_of_one(run: Run, name: str) -> Row:
-    """A request for a block of one tensor, beside NIXL's best."""
+    """Request a block of one tensor, beside NIXL's best."""
     return request_row(run, name, REQUESTS[0], 1.5)
 
 
 @TOPIC.row("request_over_nixl_64")
 def request_of_64(run: Run, name: str) -> Row:
-    """A request for a block of each of 64 tensors, once all pages are mapped."""
+    """Request a block of each of 64 tensors, once all pages are mapped."""
     return request_row(run, name, REQUESTS[1], 4)
 
 
 @TOPIC.row("request_over_nixl_64_cold")
 def first_requests_of_64(run: Run, name: str) -> Row:
-    """A request for a block of each of 64 tensors, right after linking."""
+    """Request a block of each of 64 tensors, right after linking."""
     return request_row(run, name, COLD, 3)
 
 
 @TOPIC.row("request_64_us")
 def request_of_64_beside_copies(run: Run, name: str) -> Row:
-    """The same request, beside only its copies by awake threads, in turns."""
+    """Request the same, beside only its copies by awake threads, in turns."""
     seconds = bare_request(1)
     with (
         Pair(libraries.kvplan_on_one_host("arena", prefault="1"), LOOPBACK) as pair,
@@ -180,5 +180,5 @@ def request_of_64_beside_copies(run: Run, name: str) -> Row:
 
 @TOPIC.row("request_over_nixl_4096")
 def request_of_4096(run: Run, name: str) -> Row:
-    """A request for 64 blocks of each of 64 tensors."""
+    """Request 64 blocks of each of 64 tensors."""
     return request_row(run, name, REQUESTS[2], 4)

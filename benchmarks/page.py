@@ -25,7 +25,7 @@ PAGE = Path(__file__).parents[1] / "docs/internals/performance.md"
 BEGIN, END = "<!-- made by `make bench PAGE=1` -->", "<!-- end of what is made -->"
 NAME = re.compile(r"`(\w+)`")
 BLANK, AGAIN = "Not measured", "Measured later"
-"""How lines below the table begin; they end with names of rows."""
+"""Beginnings of the lines below the table; these lines end with names of rows."""
 
 Record = dict[str, Any]
 """One line of build/bench.jsonl: the machine of a run, or one of its rows."""

@@ -73,7 +73,7 @@ def seconds_until_mapped(peer: Peer) -> float:
 
 @TOPIC.row("cold_pull_ratio")
 def cold_pull(run: Run, name: str) -> Row:
-    """The first pull of each page, a second after linking, beside its second pull."""
+    """Pull each page for the first time, a second after linking, beside its second pull."""
     rounds = 2 if run.quick else 4
     with started([Filled(1, (SHAPE,))]) as [peer]:
         first, later = first_and_later(peer, {}, rounds)
@@ -90,7 +90,7 @@ def cold_pull(run: Run, name: str) -> Row:
 
 @TOPIC.row("huge_page_gain")
 def huge_page_gain(run: Run, name: str) -> Row:
-    """Pulls between caches in huge pages, beside pages of 4 KiB; all are prefaulted."""
+    """Pull between caches in huge pages, beside pages of 4 KiB; all are prefaulted."""
     kinds = ("auto", "small")
     shapes = (SHAPE, SMALL_BLOCKS)
     with started(

@@ -58,7 +58,7 @@ def linked(kind: Literal["arena", "registered"]) -> Iterator[tuple[LocalLink, in
 
 @TOPIC.row("arena_ratio")
 def arena(run: Run, name: str) -> Row:
-    """A pull of memory that both processes map, beside the same copy inside one process."""
+    """Pull memory that both processes map, beside the same copy inside one process."""
     source, target, executor = source_of(run), destination_of(run), host_executor(run)
     with linked("arena") as (link, address, _):
         memory = link.memory(tensor_addresses(address), TENSOR_NBYTES)
@@ -78,7 +78,7 @@ def arena(run: Run, name: str) -> Row:
 
 @TOPIC.row("registered_ratio")
 def registered(run: Run, name: str) -> Row:
-    """A pull of ordinary memory of the peer, beside a bare loop over process_vm_readv."""
+    """Pull ordinary memory of the peer, beside a bare loop over process_vm_readv."""
     target, team = destination_of(run), team_of(run)
     with linked("registered") as (link, address, pid):
         backend = link.reading(threads_of(run))

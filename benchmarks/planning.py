@@ -96,7 +96,7 @@ def plan_numpy(run: Run, name: str) -> Row:
 
 @TOPIC.row("plan_list_us")
 def plan_list(run: Run, name: str) -> Row:
-    """The same from lists."""
+    """Plan the same from lists."""
     tables = np.ndarray.tolist
     us, limit = compare(run, request(4096, 61, tables), bare(4096, packed, tables))
     return Row(name, us, "us", limit, target=1.75, note="the same from lists; limit: likewise")
@@ -147,7 +147,7 @@ def plan_reshard(run: Run, name: str) -> Row:
 
 @TOPIC.row("plan_block_ratio_us")
 def plan_block_ratio(run: Run, name: str) -> Row:
-    """The same request from blocks of 16 tokens into blocks of 64: budget 400 microseconds."""
+    """Plan the same request from blocks of 16 tokens into blocks of 64: budget 400 microseconds."""
     src, dst = hnd(2048, 16, range(8)), hnd(512, 64, range(8))
     (us,) = compare(run, unlike(src, dst, 1024 * 16))
     note = "blocks of 16 tokens -> 64, HND; limit: the budget"
@@ -156,7 +156,7 @@ def plan_block_ratio(run: Run, name: str) -> Row:
 
 @TOPIC.row("html_ms")
 def html(run: Run, name: str) -> Row:
-    """The picture of 4,096 scattered blocks, none of which merge: budget 150 milliseconds."""
+    """Draw 4,096 scattered blocks, none of which merge: budget 150 milliseconds."""
     rng, desc = np.random.default_rng(4096), hnd(8192, 16, range(8))
     src, dst = (rng.permutation(8192)[:4096] for _ in range(2))
     plan = kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="dst")
@@ -175,7 +175,7 @@ def import_seconds(module: str) -> float:
 
 @TOPIC.row("import_ms")
 def import_kvplan(run: Run, name: str) -> Row:
-    """Importing what a planning program needs: at most 1.2 times the import of NumPy."""
+    """Import what a planning program needs: at most 1.2 times the import of NumPy."""
     ours, numpys = run.medians(
         partial(import_seconds, "kvplan.planning"), partial(import_seconds, "numpy"), rounds=11
     )

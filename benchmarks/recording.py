@@ -100,7 +100,7 @@ def differences(run: Run, datadist: LlmDataDist, pull: Callable[[], object]) -> 
 
 @TOPIC.row("record_bytes")
 def size(run: Run, name: str) -> Row:
-    """Bytes of the file for each transfer, without its block tables."""
+    """Count the bytes of the file for each transfer, without its block tables."""
     datadist = linked_engine(run)
     cache, count = datadist.allocate_blocks_cache(LEASED), 1000
     table = [*range(BLOCKS)]

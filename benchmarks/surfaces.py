@@ -98,25 +98,25 @@ def request_row(run: Run, name: str, asked: tuple[str, int], target: float) -> R
 
 @TOPIC.row("nixl_surface_over_nixl_1")
 def nixl_of_one(run: Run, name: str) -> Row:
-    """`kvplan.nixl`: one descriptor of 32 KiB."""
+    """Move one descriptor of 32 KiB by `kvplan.nixl`."""
     return request_row(run, name, REQUESTS[0], 1.5)
 
 
 @TOPIC.row("nixl_surface_over_nixl_64")
 def nixl_of_64(run: Run, name: str) -> Row:
-    """`kvplan.nixl`: 64 descriptors of 32 KiB."""
+    """Move 64 descriptors of 32 KiB by `kvplan.nixl`."""
     return request_row(run, name, REQUESTS[1], 2)
 
 
 @TOPIC.row("nixl_surface_over_nixl_4096")
 def nixl_of_4096(run: Run, name: str) -> Row:
-    """`kvplan.nixl`: 4,096 descriptors of 32 KiB."""
+    """Move 4,096 descriptors of 32 KiB by `kvplan.nixl`."""
     return request_row(run, name, REQUESTS[2], 3)
 
 
 @TOPIC.row("mooncake_surface_over_mooncake")
 def mooncake(run: Run, name: str) -> Row:
-    """`kvplan.mooncake.engine` over TCP: paged reads and writes."""
+    """Read and write pages by `kvplan.mooncake.engine` over TCP."""
     compared = Comparison()
     for direction, peer in fastest(libraries.mooncake_over_tcp(LOOPBACK), LOOPBACK).items():
         assert direction in DIRECTIONS
@@ -126,7 +126,7 @@ def mooncake(run: Run, name: str) -> Row:
 
 @TOPIC.row("nixl_prepare_100000")
 def prepare(run: Run, name: str) -> Row:
-    """`prep_xfer_dlist` of an array of 100,000 descriptors."""
+    """Run `prep_xfer_dlist` on an array of 100,000 descriptors."""
     from kvplan.nixl import nixl_agent
 
     memory = np.zeros(COUNT * 32, np.uint8)

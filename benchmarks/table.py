@@ -43,7 +43,7 @@ class Row:
         return self.ratio <= self.target if self.sense == "at most" else self.ratio >= self.target
 
     def to_json(self) -> str:
-        """One line of build/bench.jsonl."""
+        """Return one line of build/bench.jsonl."""
         figures = {"value": self.value, "unit": self.unit, "limit": self.limit, "ratio": self.ratio}
         rounded = {key: round(x, 4) if isinstance(x, float) else x for key, x in figures.items()}
         judged = {"sense": self.sense, "target": self.target, "met": self.met}
@@ -53,7 +53,7 @@ class Row:
         )
 
     def cells(self) -> tuple[str, ...]:
-        """The row as the table prints it."""
+        """Return the row as the table prints it."""
         target = "-" if self.target is None else f"{self.sense} {self.target:.2f}"
         verdict = "" if self.target is None else "met" if self.met else "MISSED"
         figures = (f"{self.value:.2f}", self.unit, f"{self.limit:.2f}", f"{self.ratio:.2f}")
@@ -73,11 +73,11 @@ class Blank:
     met: bool = True
 
     def to_json(self) -> str:
-        """One line of build/bench.jsonl."""
+        """Return one line of build/bench.jsonl."""
         return json.dumps({"name": self.name, "unmeasured": self.reason})
 
     def cells(self) -> tuple[str, ...]:
-        """The row as the table prints it."""
+        """Return the row as the table prints it."""
         return (self.name, *("-",) * 5, "", f"not measured: {self.reason}")
 
 

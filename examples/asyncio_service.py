@@ -45,7 +45,7 @@ DEADLINE_S = 5.0
 
 
 def content(peer: int, tensor: int, block: int) -> int:
-    """What each number of a peer's block is."""
+    """Return the number that fills a block of a peer."""
     return 1_000_000 * peer + 1_000 * tensor + block
 
 
@@ -61,7 +61,7 @@ def prefill(pipe: Connection, peer: int) -> None:
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True):
-    """What a client may send."""
+    """A request of a client."""
 
     peer: int
     blocks: Annotated[list[int], msgspec.Meta(min_length=1, max_length=PAGED.batch_size)]
@@ -166,7 +166,7 @@ async def run(addresses: list[str]) -> None:
 
 
 def main() -> None:
-    """Each peer in a new process, the service and its clients in this one."""
+    """Run each peer in a new process, the service and its clients in this one."""
     formatter = argparse.RawDescriptionHelpFormatter
     argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()
     context = multiprocessing.get_context("spawn")

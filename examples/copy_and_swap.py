@@ -20,7 +20,7 @@ HOST = CacheDesc(4, (16, 8, 2, 16), DataType.DT_FLOAT16, placement=Placement.HOS
 
 
 def copy(datadist: LlmDataDist) -> None:
-    """A slot to another; then only its first 8 tokens."""
+    """Copy a slot to another; then only its first 8 tokens."""
     src, dst = datadist.allocate_cache(SLOTS), datadist.allocate_cache(SLOTS)
     datadist.write_cache(src, numbered(SLOTS))
     datadist.copy_cache(src, dst, src_batch_index=1, dst_batch_index=0)
@@ -34,7 +34,7 @@ def copy(datadist: LlmDataDist) -> None:
 
 
 def copy_blocks(datadist: LlmDataDist) -> None:
-    """One block to two others, another to one."""
+    """Copy one block to two others, another to one."""
     cache = datadist.allocate_blocks_cache(DEVICE)
     datadist.write_cache(cache, numbered(DEVICE))
     transfer = Transfer(Rows(cache, [1, 1, 2]), Rows(cache, [4, 6, 5]))
@@ -46,7 +46,7 @@ def copy_blocks(datadist: LlmDataDist) -> None:
 
 
 def swap(datadist: LlmDataDist) -> None:
-    """Blocks out to the host; and back, to other places."""
+    """Swap blocks out to the host; and back, to other places."""
     device, host = datadist.allocate_blocks_cache(DEVICE), datadist.allocate_blocks_cache(HOST)
     datadist.write_cache(device, numbered(DEVICE))
     datadist.swap_blocks(device, host, {0: 12, 1: 13, 7: 2})
@@ -59,7 +59,7 @@ def swap(datadist: LlmDataDist) -> None:
 
 
 def numbered(desc: CacheDesc) -> NDArray[np.float16]:
-    """All tensors of a cache; each row holds its own number, 100 * tensor + row."""
+    """Return all tensors of a cache; each row holds its own number, 100 * tensor + row."""
     rows = 100 * np.arange(desc.num_tensors)[:, None] + np.arange(desc.batch_size)
     return np.full((desc.num_tensors, *desc.shape), rows[:, :, None, None, None], np.float16)
 
@@ -75,7 +75,7 @@ def check(what: str, found: Sequence[NDArray[np.float16]], expected: NDArray[np.
 
 
 def main() -> None:
-    """All three, with an engine that has no link."""
+    """Run all three, with an engine that has no link."""
     formatter = argparse.RawDescriptionHelpFormatter
     argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()
     with LlmDataDist(1, LlmRole.MIX) as datadist:

@@ -115,7 +115,7 @@ def check(arrived: list[NDArray[np.float16]]) -> None:
 
 
 def main() -> None:
-    """Each prefill engine in a new process, decode in this one."""
+    """Run each prefill engine in a new process, decode in this one."""
     formatter = argparse.RawDescriptionHelpFormatter
     argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()
     context = multiprocessing.get_context("spawn")

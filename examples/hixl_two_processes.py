@@ -40,7 +40,7 @@ def register(engine: hixl.Hixl, blocks: np.ndarray) -> int:
 
 
 def numbered() -> np.ndarray:
-    """All blocks; the bytes of each depend on its number."""
+    """Return all blocks; the bytes of each depend on its number."""
     numbers = np.arange(BLOCKS)[:, None] * 31 + np.arange(NBYTES)
     return numbers.astype(np.uint8)
 

@@ -83,13 +83,13 @@ def expect_none(datadist: LlmDataDist, key: CacheKey) -> None:
     except LLMException as error:
         if error.status_code is not LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
             raise
-        print(f"once more: {error}")
+        print(f"again: {error}")
     else:
         sys.exit(f"FAILED: {key} can still be pulled by")
 
 
 def numbered(desc: CacheDesc) -> NDArray[np.float16]:
-    """All tensors of a cache; each row holds its own number, 100 * tensor + row."""
+    """Return all tensors of a cache; each row holds its own number, 100 * tensor + row."""
     rows = 100 * np.arange(desc.num_tensors)[:, None] + np.arange(desc.batch_size)
     return np.full((desc.num_tensors, *desc.shape), rows[:, :, None, None, None], np.float16)
 

@@ -75,7 +75,7 @@ def request_mode(datadist: LLMDataDist, prefill: Connection, options: argparse.N
     except LLMException as error:
         if error.status_code != LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
             raise
-        print("decode: pull_cache once more: the key is gone")
+        print("decode: pull_cache again: the key is gone")
     datadist.unlink(comm_id)
     prefill.send("pulled")
     datadist.finalize()

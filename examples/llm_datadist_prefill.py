@@ -42,7 +42,7 @@ SLOTS = CacheDesc(2 * LAYERS, [3, 32, 2, 16], DataType.DT_FLOAT, Placement.DEVIC
 
 
 def numbered(desc: CacheDesc) -> np.ndarray:
-    """All tensors of a cache; no two elements hold the same number."""
+    """Return all tensors of a cache; no two elements hold the same number."""
     shape = (desc.num_tensors, *desc.shape)
     return np.arange(1, 1 + math.prod(shape), dtype=np.float32).reshape(shape)
 
@@ -212,7 +212,7 @@ def remote_mode(datadist: LLMDataDist, decode: Connection, here: str, there: str
 
 
 def arguments(text: str) -> argparse.Namespace:
-    """The command line of both programs."""
+    """Parse the command line of both programs."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=text, formatter_class=formatter)
     add = parser.add_argument

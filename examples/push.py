@@ -81,7 +81,7 @@ def decode(pipe: Connection) -> None:
 
 
 def numbered(desc: CacheDesc) -> NDArray[np.float16]:
-    """All tensors of a cache; each row holds its own number, 100 * tensor + row."""
+    """Return all tensors of a cache; each row holds its own number, 100 * tensor + row."""
     rows = 100 * np.arange(desc.num_tensors)[:, None] + np.arange(desc.batch_size)
     return np.full((desc.num_tensors, *desc.shape), rows[:, :, None, None, None], np.float16)
 

@@ -81,7 +81,7 @@ def second(pipe: Connection) -> None:
 
 
 def numbered(desc: CacheDesc, start: int = 0) -> NDArray[np.float16]:
-    """All tensors of a cache; each row holds its own number, start + 100 * tensor + row."""
+    """Return all tensors of a cache; each row holds its number, start + 100 * tensor + row."""
     rows = start + 100 * np.arange(desc.num_tensors)[:, None] + np.arange(desc.batch_size)
     return np.full((desc.num_tensors, *desc.shape), rows[:, :, None, None, None], np.float16)
 
@@ -96,7 +96,7 @@ def check(what: str, arrived: Sequence[NDArray[np.float16]], sent: NDArray[np.fl
 
 
 def main() -> None:
-    """The second engine in a new process, the first in this one."""
+    """Run the second engine in a new process, the first in this one."""
     formatter = argparse.RawDescriptionHelpFormatter
     argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()
     context = multiprocessing.get_context("spawn")

@@ -74,7 +74,7 @@ def show(event: PlanEvent) -> None:
 
 
 def content(cluster_id: int) -> NDArray[np.float16]:
-    """What an engine's cache holds: in each row 400 * cluster_id + 100 * tensor + row."""
+    """Return a cache's content: each row holds 400 * cluster_id + 100 * tensor + row."""
     first = 400 * cluster_id
     rows = first + 100 * np.arange(PAGED.num_tensors)[:, None] + np.arange(PAGED.batch_size)
     return np.full((PAGED.num_tensors, *PAGED.shape), rows[:, :, None, None, None], np.float16)
@@ -90,7 +90,7 @@ def check(what: str, arrived: Sequence[NDArray[np.float16]], sent: NDArray[np.fl
 
 
 def main() -> None:
-    """Each prefill engine in a new process, decode in this one."""
+    """Run each prefill engine in a new process, decode in this one."""
     formatter = argparse.RawDescriptionHelpFormatter
     argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()
     context = multiprocessing.get_context("spawn")

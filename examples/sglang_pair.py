@@ -104,7 +104,7 @@ class KVSender:
         return KVPoll.Success if done else KVPoll.Transferring
 
     def abort(self) -> None:
-        """Give the request up; decode is told why."""
+        """Give the request up, and tell decode why."""
         self._refused = True
         if self._handle is None:
             self._manager.exchange.refuse(self._room, "was given up by prefill")

@@ -41,7 +41,7 @@ class Pool:
 def plan_fetch(
     desc: CacheDesc, theirs: list[int], mine: list[int], num_tokens: int, num_cached: int
 ) -> Plan:
-    """What decode pulls: the tokens of the prompt that are not in its prefix cache."""
+    """Plan what decode pulls: the tokens of the prompt that are not in its prefix cache."""
     fetch = Transfer(
         Rows(desc, theirs, first_token=num_cached),
         Rows(desc, mine, first_token=num_cached),
@@ -53,7 +53,7 @@ def plan_fetch(
 def check_tokens(
     moved: Executed, theirs: list[int], mine: list[int], num_tokens: int, num_cached: int
 ) -> None:
-    """Each token is in its place, and nothing else was written (arrays at dst began as zeros)."""
+    """Check that each token is in its place, and nothing else was written (dst began as zeros)."""
     for src, dst in zip(moved.src, moved.dst, strict=True):
         for token in range(num_cached, num_tokens):
             block, at = divmod(token, BLOCK_TOKENS)
@@ -99,7 +99,7 @@ def test_a_push_moves_the_same_bytes(kvplan_desc: Callable[..., CacheDesc]) -> N
 
 
 def test_a_wrong_table_is_seen(kvplan_desc: Callable[..., CacheDesc]) -> None:
-    """What a failure says: which block, and how many bytes."""
+    """Show what a failure says: which block, and how many bytes."""
     desc = kvplan_desc("NHD", blocks=64, tokens=BLOCK_TOKENS, layers=2)
     theirs = Rows(desc, [4, 5, 9])
     right = kvplan.plan(Transfer(theirs, Rows(desc, [7, 8, 2])), local="dst")

@@ -38,20 +38,20 @@ THEIRS, MINE = [9, 4, 5, 6, 20], [3, 30, 31, 32, 12, 11, 10, 7, 8, 25]
 
 
 def flash_attention(blocks: int, block_size: int) -> list[torch.Tensor]:
-    """Tensors of all layers, empty."""
+    """Return the tensors of all layers, empty."""
     shape = (2, blocks, block_size, HEADS, DIM)
     return [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)]
 
 
 def flash_infer(blocks: int, block_size: int) -> list[torch.Tensor]:
-    """The same with blocks outermost, and in memory heads before tokens (HND)."""
+    """Return the same with blocks outermost, and in memory heads before tokens (HND)."""
     shape = (blocks, 2, HEADS, block_size, DIM)
     tensors = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)]
     return [tensor.permute(0, 1, 3, 2, 4) for tensor in tensors]
 
 
 def computed() -> torch.Tensor:
-    """What the model computes for the request: (layer, K or V, token, head, dim)."""
+    """Return what the model computes for the request: (layer, K or V, token, head, dim)."""
     torch.manual_seed(7)
     return torch.randn(LAYERS, 2, TOKENS, HEADS, DIM).to(torch.bfloat16)
 

@@ -38,7 +38,7 @@ GONE = (LinkState.BROKEN, LinkState.CLOSED)
 
 
 def content(seed: int) -> list[NDArray[np.uint16]]:
-    """All tensors of a cache, other numbers for each seed."""
+    """Return all tensors of a cache, with other numbers for each seed."""
     random = np.random.default_rng(seed)
     shape = (PAGED.num_tensors, *PAGED.shape)
     return list(random.integers(1, 1 << 16, size=shape, dtype=np.uint16))

@@ -41,24 +41,24 @@ PLANTS = {
     "swapped": ["--sums", "--request", "cmpl-2"],
     "layer": ["--compare", "cmpl-1", "cmpl-2"],
 }
-"""What is wrong, and the options of `kvplan trace` that find it."""
+"""Mistakes, and the options of `kvplan trace` that find them."""
 
 Cache = NDArray[np.uint8]
 
 
 def keys_and_values(request: str, layer: int, position: int) -> Cache:
-    """What a model computes for a block of a request."""
+    """Return what a model computes for a block of a request."""
     seed = crc32(f"{request} {layer} {position}".encode())
     return np.random.default_rng(seed).integers(0, 256, BLOCK, np.uint8)
 
 
 def answer(blocks: list[Cache]) -> str:
-    """What a model answers, from the blocks of a request."""
+    """Return a model's answer, from the blocks of a request."""
     return f"{crc32(b''.join(block.tobytes() for block in blocks)):08x}"
 
 
 def registered(agent: Any) -> tuple[list[Cache], list[int]]:
-    """An empty cache, each layer of which is registered by its name, and the layers' addresses."""
+    """Return an empty cache, each layer registered by its name, and the layers' addresses."""
     cache = [np.zeros((BLOCKS, BLOCK), np.uint8) for _ in range(LAYERS)]
     addresses = [layer.ctypes.data for layer in cache]
     regions = [(its, BLOCKS * BLOCK, 0, f"layer.{i}") for i, its in enumerate(addresses)]
@@ -67,12 +67,12 @@ def registered(agent: Any) -> tuple[list[Cache], list[int]]:
 
 
 def rows(addresses: list[int]) -> list[tuple[int, int, int]]:
-    """Every block of every layer, as NIXL takes them."""
+    """Return every block of every layer, as NIXL takes them."""
     return [(its + BLOCK * block, BLOCK, 0) for its in addresses for block in range(BLOCKS)]
 
 
 def indices(blocks: list[int], layers: list[int]) -> list[int]:
-    """Rows of these blocks, layer by layer."""
+    """Return rows of these blocks, layer by layer."""
     return [layer * BLOCKS + block for layer in layers for block in blocks]
 
 

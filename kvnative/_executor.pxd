@@ -12,4 +12,4 @@ cdef class Executor:
     cdef Backend usable(self, Backend backend)
     cdef int admit(self, AnyTask task) except -1
     cdef Task start(self, Backend backend, Descriptors descriptors, object keep, bint waits,
-                    Gate after)
+                    Gate after, list into)

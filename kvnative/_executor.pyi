@@ -19,6 +19,7 @@ class Executor:
         keep: object = (),
         backend: Backend | None = None,
         after: Gate | None = None,
+        into: list[Task] | None = None,
     ) -> Task: ...
     def layered(
         self,
@@ -26,6 +27,7 @@ class Executor:
         layer_size: int,
         keep: object = (),
         backend: Backend | None = None,
+        into: list[LayeredTask] | None = None,
     ) -> LayeredTask: ...
     def run(
         self,

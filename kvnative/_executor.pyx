@@ -54,15 +54,17 @@ cdef class Executor:
         return task.check_memory()
 
     cdef Task start(self, Backend backend, Descriptors descriptors, object keep, bint waits,
-                    Gate after):
+                    Gate after, list into):
         cdef Task task = Task.prepare(self.usable(backend), descriptors, keep, waits, self.tasks,
                                       after)
+        if into is not None:
+            into.append(task)
         self.admit(task)
         task.begin()
         return task
 
     def submit(self, Descriptors descriptors not None, keep: object = (),
-               Backend backend=None, Gate after=None) -> Task:
+               Backend backend=None, Gate after=None, list into=None) -> Task:
         """Begin a transfer and return at once; a small one is done on return.
 
         Args:
@@ -72,19 +74,20 @@ cdef class Executor:
                 in this tuple is revoked.
             backend: replaces the executor's backend for this transfer.
             after: event before which no byte moves.
+            into: gets the task before a byte moves, so a caller that an interrupt ends has it.
 
         Returns:
             The task. Its report has the error if the backend refuses the transfer.
         """
         drop_finished(2)
-        return self.start(backend, descriptors, keep, False, after)
+        return self.start(backend, descriptors, keep, False, after, into)
 
     def layered(self, Descriptors descriptors not None, layer_size: int, keep: object = (),
-                Backend backend=None) -> LayeredTask:
+                Backend backend=None, list into=None) -> LayeredTask:
         """Prepare a transfer whose layers move once they are opened.
 
         Args:
-            descriptors, keep, backend: as for submit().
+            descriptors, keep, backend, into: as for submit().
             layer_size: descriptors of one layer, >= 1; the last layer may have fewer.
 
         Returns:
@@ -98,6 +101,8 @@ cdef class Executor:
         size = layer_size
         drop_finished(2)
         task = LayeredTask.prepare(backend, descriptors, size, keep, self.tasks)
+        if into is not None:
+            into.append(task)
         self.admit(task)
         return task
 
@@ -108,7 +113,7 @@ cdef class Executor:
         This thread copies too. A KeyboardInterrupt aborts the transfer.
         """
         cdef int64_t deadline = deadline_of(timeout_ms)
-        cdef Task task = self.start(backend, descriptors, keep, True, None)
+        cdef Task task = self.start(backend, descriptors, keep, True, None, None)
         try:
             return task.wait_until(deadline, True)
         except BaseException:

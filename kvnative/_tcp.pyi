@@ -9,8 +9,8 @@ from kvnative._device import Device
 
 __all__ = [
     "MAX_CONNECTIONS",
-    "MAX_LEASES",
     "MAX_THREADS",
+    "MAX_TRANSFER_LEASES",
     "TcpError",
     "TcpNativeLink",
     "TcpService",
@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 MAX_CONNECTIONS: int
-MAX_LEASES: int
+MAX_TRANSFER_LEASES: int
 MAX_THREADS: int
 
 class TcpError(CallError): ...

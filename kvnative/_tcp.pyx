@@ -21,12 +21,12 @@ import weakref
 from kvnative._backend import CallError, NativeError
 
 __all__ = [
-    "MAX_CONNECTIONS", "MAX_LEASES", "MAX_THREADS", "TcpError", "TcpNativeLink", "TcpService",
-    "check_encryption", "tcp_backend",
+    "MAX_CONNECTIONS", "MAX_THREADS", "MAX_TRANSFER_LEASES", "TcpError", "TcpNativeLink",
+    "TcpService", "check_encryption", "tcp_backend",
 ]
 
 MAX_CONNECTIONS = <int>KVN_TCP_MAX_CONNECTIONS
-MAX_LEASES = 32  # of one transfer: each of its requests has all of them
+MAX_TRANSFER_LEASES = 32  # of one transfer: each of its requests has all of them
 MAX_THREADS = <int>KVN_TCP_MAX_THREADS
 
 cdef tuple COLUMNS = ("slots", "generations", "addresses", "nbytes")
@@ -372,8 +372,8 @@ cdef int read_known(kvn_tcp_known *known, const uint64_t *slots, const uint64_t 
                     const uint64_t *addresses, const uint64_t *nbytes, size_t count,
                     leases) except -1:
     cdef size_t i
-    if len(leases) > MAX_LEASES:
-        raise ValueError(f"{len(leases)} leases; there may be at most {MAX_LEASES}")
+    if len(leases) > MAX_TRANSFER_LEASES:
+        raise ValueError(f"{len(leases)} leases; there may be at most {MAX_TRANSFER_LEASES}")
     known.count = count
     known.num_leases = <uint32_t>len(leases)
     known.places = <kvn_interval *>calloc(count + 1, sizeof(kvn_interval))

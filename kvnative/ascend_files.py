@@ -19,6 +19,7 @@ __all__ = [
     "driver_folder",
     "driver_version",
     "homes",
+    "is_file",
     "max_registered",
     "toolkit_version",
 ]
@@ -66,19 +67,22 @@ def candidates(names: tuple[str, ...], path: str | None = None) -> list[list[str
     Returns:
         The lists; one of bare names stands for the loader's search.
     """
-    if path is not None and not Path(path).is_dir():
+    if path is not None and not os.path.isdir(path):  # noqa: PTH112 - see `is_file`
         file = Path(path)
         others = [name for name in names if name != file.name and file.name in names]
         if "/" in path:
-            others = [str(other) for other in map(file.with_name, others) if other.exists()]
+            others = [str(other) for other in map(file.with_name, others) if is_file(other)]
         return [[path, *others]]
     roots = homes() if path is None else [Path(path)]
     below = ("lib64", f"{platform.machine()}-linux/lib64", ".")
     folders = [root / folder for root in roots for folder in below]
-    found = [
-        [str(folder / name) for name in names if (folder / name).exists()] for folder in folders
-    ]
+    found = [[str(folder / name) for name in names if is_file(folder / name)] for folder in folders]
     return [*filter(None, found), *([list(names)] if path is None else [])]
+
+
+def is_file(path: Path | str) -> bool:
+    """Return True for a file: unlike Path.is_file, False below an unreadable folder."""
+    return os.path.isfile(path)  # noqa: PTH113
 
 
 def toolkit_version(library: str) -> str | None:

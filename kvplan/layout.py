@@ -307,9 +307,9 @@ def _numbers(name: str, given: Any) -> Layers:
     """Return ascending numbers; a range if they are consecutive."""
     if isinstance(given, range) and given.step == 1:
         return given
-    if isinstance(given, str | bytes) or not (
-        isinstance(given, Sequence) or hasattr(given, "__array__")
-    ):
+    # An array of no dimension holds one number: it is not a sequence. Some arrays have no shape.
+    is_array = hasattr(given, "__array__") and getattr(given, "shape", True) != ()
+    if isinstance(given, str | bytes) or not (isinstance(given, Sequence) or is_array):
         raise TypeError(
             f"{name}={shown(given)} must be a range or a sequence of int, not "
             f"{type(given).__name__}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from kvplan.planning.blocks import RequestBlocks
+from kvplan.planning.blocks import RequestBlocks, block_table
 from kvplan.status import invalid
 from kvplan.validation import (
     INT64_MAX,
@@ -266,7 +266,7 @@ class BlockLease(_Packed):
         return self.blocks[0]
 
     def named(self, argument: str, blocks: Blocks | None) -> Blocks:
-        """Return the blocks that a transfer moves: `blocks`, or all of the lease.
+        """Return the blocks that a transfer moves: a copy of `blocks`, or all of the lease.
 
         Raises:
             TypeError: `blocks` is not a block table.
@@ -274,14 +274,12 @@ class BlockLease(_Packed):
         """
         if blocks is None:
             return self.blocks
-        if not hasattr(blocks, "__iter__"):
-            raise TypeError(f"{argument} must be a sequence of int, not {type(blocks).__name__}")
         mine = {*self.blocks}
-        if not mine.issuperset(blocks):
-            for position, block in enumerate(blocks):
-                if block not in mine:
-                    raise invalid(f"{argument}[{position}]={shown(block)} is not a block of {self}")
-        return blocks  # the planner refuses other types
+        table: list[int] = block_table(argument, blocks).tolist()
+        if not mine.issuperset(table):
+            position, block = next(row for row in enumerate(table) if row[1] not in mine)
+            raise invalid(f"{argument}[{position}]={block} is not a block of {self}")
+        return RequestBlocks(table) if type(blocks) is RequestBlocks else table
 
     def replaces(self, other: BlockLease) -> bool:
         """Return whether this is a later value of the same lease: its owner has moved blocks."""

@@ -138,6 +138,26 @@ def finalized() -> LLMException:
     )
 
 
+def without_frames(error: LLMException, status_code: LLMStatusCode | None = None) -> LLMException:
+    """Return an error of equal type, arguments and fields, which keeps no frame alive.
+
+    It has no cause, whose frames would stay, and a list of its own for notes.
+    """
+    # Not by the type's own __new__, which may take other arguments.
+    equal = BaseException.__new__(type(error), *error.args)
+    equal.__dict__.update(error.__dict__)
+    if notes := getattr(error, "__notes__", None):
+        equal.__notes__ = [*notes]
+    if status_code is not None:
+        equal._status_code = status_code
+    return equal
+
+
 def within(where: str, error: LLMException) -> LLMException:
     """Return an error of equal status, with the place or phase of the cause before its message."""
-    return LLMException(f"{where}: {error.args[0]}", status_code=error.status_code)
+    return LLMException(f"{where}: {message_of(error)}", status_code=error.status_code)
+
+
+def message_of(error: LLMException) -> str:
+    """Return the message of an error, without its status; empty if the error has none."""
+    return str(error.args[0]) if error.args else ""

@@ -489,7 +489,5 @@ def _check_format(text: str) -> None:
         raise invalid(
             f"kv_tensor_format has {len(text)} characters; at most {MAX_FORMAT} are allowed"
         )
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise invalid(f"kv_tensor_format={shown(text)} is not Unicode text") from None
+    if text.encode(errors="ignore").decode() != text:
+        raise invalid(f"kv_tensor_format={shown(text)} is not Unicode text")

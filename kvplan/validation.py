@@ -6,10 +6,11 @@ import os
 import stat
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from numbers import Real
 from operator import index
 from pathlib import Path
 from reprlib import Repr
-from typing import SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import msgspec
 
@@ -83,6 +84,17 @@ def check_type(name: str, value: object, expected: type[_T]) -> _T:
     return value
 
 
+def as_bytes(name: str, value: Any) -> bytes:
+    """Return text or any buffer as bytes."""
+    if isinstance(value, str):
+        with suppress(UnicodeEncodeError):
+            return value.encode()
+        raise ValueError(f"{name}={shown(value)} is not Unicode text")
+    with suppress(TypeError):
+        return bytes(memoryview(value))
+    raise TypeError(f"{name}={shown(value)} must be str or bytes-like, not {type(value).__name__}")
+
+
 def check_one_of(name: str, value: object, allowed: Collection[str]) -> None:
     """Refuse a value that is not one of the allowed words."""
     if check_type(name, value, str) not in allowed:
@@ -109,10 +121,20 @@ def check_range(name: str, value: object, low: int, high: int) -> None:
         raise invalid(f"{name}={value} is out of range [{low}, {high}]")
 
 
-def check_timeout(timeout_ms: float | None) -> None:
-    """Refuse a negative timeout, or one that is not a number."""
-    if timeout_ms is not None and not timeout_ms >= 0:
-        raise ValueError(f"timeout_ms={timeout_ms} must be >= 0 or None")
+def check_timeout(timeout_ms: Any, *, positive: bool = False) -> None:
+    """Refuse a timeout that is negative, not a number, or a bool; if `positive`, refuse 0 too."""
+    if timeout_ms is None:
+        return
+    is_number = isinstance(timeout_ms, float | int | Real)
+    if isinstance(timeout_ms, bool) or not is_number:
+        raise TypeError(f"timeout_ms={shown(timeout_ms)} must be a number or None")
+    try:
+        number = float(timeout_ms)
+    except OverflowError:
+        raise ValueError(f"timeout_ms={shown(timeout_ms)} must be in the range of floats") from None
+    if not number >= 0 or (positive and number == 0):
+        allowed = "> 0" if positive else ">= 0"
+        raise ValueError(f"timeout_ms={timeout_ms} must be {allowed} or None")
 
 
 def take_ints(value: object, *names: str) -> None:

@@ -1,13 +1,13 @@
-"""Hypothesis profiles: `ci` (default) tries the same examples every time; `explore` new ones.
+"""Hypothesis profiles: `ci` (default) repeats the same examples, and `explore` tries new ones.
 
-The profile `sanitized` tries the first of those of `ci`: each takes several times as long there.
-`soak`, of `make soak`, tries as many, selected by `--hypothesis-seed`; `many`, of `make explore`,
-20,000 new ones.
+The profile `sanitized` tries the first examples of `ci`, because each takes several times as long
+there. `soak`, of `make soak`, tries as many examples as `ci`, selected by `--hypothesis-seed`.
+`many`, of `make explore`, tries 20,000 new ones.
 
-No test finds an accelerator by itself, whether this machine has one or a test before it has
-loaded the simulated libraries: those that want one ask for the fixture `simulator`. In the same way
-no test finds UCX: those that want it ask for the fixture `ucx`. Copies are made as is built in: no
-test measures the machine because another one has moved much.
+No test finds an accelerator by itself, even if the machine has one, or an earlier test has loaded
+the simulated libraries: tests that need one use the fixture `simulator`. Likewise, tests that need
+UCX use the fixture `ucx`. Copies use the built-in tuning: no test measures the machine because an
+earlier one has moved many bytes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ hide()
 be_patient(LlmDataDist)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Of a shell, in what it runs in the background. Children that tests interrupt would ignore it.
+    # A shell starts background commands with SIGINT ignored. Children that tests interrupt would
+    # inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEARDOWN_S = 150
@@ -63,7 +64,7 @@ BUILD_S = 1200  # a minute on a quiet machine
 
 @pytest.fixture(scope="session", autouse=True)
 def _simulated_devices_meet(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Before any test loads the simulated libraries, which read this once; see `sim_folder`."""
+    """A folder for the simulated libraries, which read the variable once; see `sim_folder`."""
     folder = tmp_path_factory.getbasetemp() / "kvsim"
     folder.mkdir(exist_ok=True)
     os.environ["KVSIM_DIR"] = str(folder)
@@ -83,9 +84,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Leave all that was collected out of later collections of garbage: it is not a test's.
+    """Exclude all collected objects from later garbage collections: they belong to no test.
 
-    Its garbage too: to find that takes a second of each process, and returns no memory.
+    Garbage is excluded, too: finding it takes a second of each process, and returns no memory.
     """
     gc.freeze()
     gc.enable()
@@ -93,10 +94,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _without_what_other_files_left() -> None:
-    """Leave out of later collections of garbage what earlier files loaded and kept.
+    """A garbage collection that later ones skip, for objects that earlier files loaded and kept.
 
-    Thousands of tests collect garbage to see what is left of them: late in a run that took most of
-    a second each time.
+    Thousands of tests collect garbage to find leaks. Late in a run, each of those collections took
+    most of a second.
     """
     gc.collect()
     gc.freeze()

@@ -1,26 +1,33 @@
 """Plant bugs in rooms of kvplan, one at a time, and print how many of them the rooms' tests detect.
 
-A bug is one small change of the source: another comparison, a number plus one, a missing
-statement, `src` for `dst`. Bugs are planted in a copy of the tree; the seed chooses a sample of
-all possible ones. An undetected bug means a missing test, or an equivalent program: read the list
-to decide. Exits with 1 if too few were detected.
+A bug is one small change of the source (tools/changes.py). Bugs are planted in a copy of the tree;
+the seed chooses a sample of all possible ones. The tests that execute the changed line run first,
+each in a fork that has imported pytest; then all tests of the room, since a line may be executed in
+other processes of a test. An undetected bug means a missing test, or an equivalent program: read
+the list to decide. Exits with 1 if too few were detected.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import random
+import resource
+import select
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+
+import pytest
+from coverage import Coverage, CoverageData
+
+from tools.changes import changes
 
 ROOT = Path(__file__).parents[1]
 COPY = ROOT / "build" / "mutants"
@@ -53,146 +60,118 @@ ROOMS = {
     "transport": "tests/transport tests/links -k 'not ucx and not ascend'",
     "vllm": "tests/vllm",
 }
-OPERATORS = dict(
-    item.split(":")
-    for item in (
-        *("Lt:<=", "LtE:<", "Gt:>=", "GtE:>", "Eq:!=", "NotEq:==", "Is:is not", "IsNot:is"),
-        *("In:not in", "NotIn:in", "And:or", "Or:and", "Add:-", "Sub:+", "Mult://", "FloorDiv:*"),
-        *("Div:*", "Mod://", "BitOr:&", "BitAnd:|", "LShift:>>", "RShift:<<"),
-    )
-)
-OTHERS = {"src": "dst", "source": "target", "first": "last", "min": "max"}
-OTHERS |= {other: one for one, other in OTHERS.items()}
-SAID = ("log", "_log", "_LOG", "logger", "log_operation", "invalid")  # calls whose texts may change
+IMPORTED = ("numpy", "msgspec", "hypothesis.extra.numpy", "sybil", "_hypothesis_pytestplugin")
+COVERAGE = """[run]
+source = kvplan
+data_file = covered
+"""
+Covering = dict[Path, dict[int, list[str]]]
+"""The tests that execute each line of each file, those that execute little first."""
+_TRACE = sys.gettrace()  # of `coverage`, which loads this module as a plugin of pytest
 
 
-class Mutant(NamedTuple):
-    """A change of the bytes [start, end) of a file."""
+class Room:
+    """A room in the copy, and its tests."""
 
-    path: Path
-    line: int
-    start: int
-    end: int
-    text: str
+    def __init__(self, name: str) -> None:
+        self.paths = sorted((COPY / "kvplan" / name).rglob("*.py"))
+        words = shlex.split(ROOMS[name])
+        self._tests = [word for word in words if word.startswith("tests/")]
+        self._selection = words[len(self._tests) :]
+        began = time.monotonic()
+        command = [sys.executable, "-m", "coverage", "run", "--rcfile=coverage.ini"]
+        command += ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        command += ["-p", "tools.mutants", *words]
+        (COPY / "coverage.ini").write_text(COVERAGE)
+        if subprocess.run(command, check=False, cwd=COPY, stdout=subprocess.DEVNULL).returncode:
+            sys.exit(f"these tests fail in {COPY} without a planted bug: {ROOMS[name]}")
+        self._limit_s = 60 + 2 * (time.monotonic() - began)
+        self._covering = _covering(CoverageData(str(COPY / "covered")))
 
-    def plant(self) -> bytes:
-        """Change the file in the copy; return its original content."""
-        source = (COPY / self.path).read_bytes()
-        changed = source[: self.start] + self.text.encode() + source[self.end :]
-        (COPY / self.path).write_bytes(changed)
-        return source
+    def detects(self, path: Path, lines: range, is_quick: bool) -> bool:
+        """Return True if a test fails with the bug that is in these lines of a file now."""
+        by_line = self._covering.get(path, {})
+        tests = list(dict.fromkeys(test for line in lines for test in by_line.get(line, [])))
+        if tests and not self._pass(tests):
+            return True
+        return not is_quick and not self._pass(self._tests)
 
-    def shown(self, source: bytes) -> str:
-        before = " ".join(source[self.start : self.end].decode().split())
-        return f"{self.path}:{self.line}: {before}  ->  {self.text}"
-
-
-class Finder(ast.NodeVisitor):
-    """All mutants of one file."""
-
-    def __init__(self, path: Path) -> None:
-        source = (COPY / path).read_bytes()
-        self.found: list[Mutant] = []
-        self._path = path
-        self._lines = [0]
-        for line in source.splitlines(keepends=True):
-            self._lines.append(self._lines[-1] + len(line))
-        tree = ast.parse(source)
-        self._names = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree)}
-        self.visit(tree)
-
-    def _add(self, node: ast.expr | ast.stmt, text: str) -> None:
-        start = self._lines[node.lineno - 1] + node.col_offset
-        end = self._lines[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
-        self.found.append(Mutant(self._path, node.lineno, start, end, text))
-
-    def visit(self, node: ast.AST) -> None:
-        """Add the mutants at `node` and below it, except in messages."""
-        name = type(getattr(node, "op", None)).__name__
-        if _is_said(node):
-            return
-        match node:
-            case (
-                ast.If(test=ast.Name(id="TYPE_CHECKING")) | ast.Assert() | ast.keyword(arg="strict")
-            ):
-                return
-            case ast.Raise() | ast.Delete() | ast.Expr(value=ast.Call() | ast.Await()):
-                self._add(node, "pass")
-            case ast.Compare(ops=[operator]):
-                left, right = map(ast.unparse, (node.left, node.comparators[0]))
-                self._add(node, f"({left}) {OPERATORS[type(operator).__name__]} ({right})")
-            case ast.BoolOp():
-                values = (f"({ast.unparse(item)})" for item in node.values)
-                self._add(node, f"({f' {OPERATORS[name]} '.join(values)})")
-            case ast.BinOp() if name in OPERATORS:
-                left, right = map(ast.unparse, (node.left, node.right))
-                self._add(node, f"(({left}) {OPERATORS[name]} ({right}))")
-            case ast.UnaryOp(op=ast.Not()):
-                self._add(node, f"({ast.unparse(node.operand)})")
-            case ast.Constant(value=bool() | int() | float() as value):
-                self._add(node, str(not value if isinstance(value, bool) else value + 1))
-            case ast.Name(ctx=ast.Load()) if other := self._other(node.id):
-                self._add(node, other)
-            case ast.Attribute(ctx=ast.Load()) if other := self._other(node.attr):
-                self._add(node, f"{ast.unparse(node.value)}.{other}")
-        for field, value in ast.iter_fields(node):
-            if field not in ("annotation", "returns", "decorator_list"):
-                for item in value if isinstance(value, list) else [value]:
-                    if isinstance(item, ast.AST):
-                        self.visit(item)
-
-    def _other(self, name: str) -> str | None:
-        other = "_".join(OTHERS.get(word, word) for word in name.split("_"))
-        return other if other != name and other in {*self._names, "min", "max"} else None
+    def _pass(self, tests: list[str]) -> bool:
+        """Return True if the tests pass in a fork, in not much more time than all take."""
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                os.setsid()  # a group with the processes of tests, to kill them all
+                code = _run_in_fork([*tests, *self._selection], int(self._limit_s))
+            finally:
+                os._exit(code)
+        ended = os.pidfd_open(pid)
+        try:
+            in_time = bool(select.select([ended], [], [], 2 * self._limit_s)[0])
+        finally:
+            os.close(ended)
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+        return in_time and status == 0
 
 
-def _is_said(node: ast.AST) -> bool:
-    """Return True for a message: a text, or a call that logs or refuses."""
-    while isinstance(node, ast.Call | ast.Attribute | ast.Expr):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return isinstance(node, ast.JoinedStr) or getattr(node, "id", "") in SAID
+def _run_in_fork(tests: list[str], cpu_limit_s: int) -> int:
+    os.chdir(COPY)
+    sys.path[:] = [str(COPY), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    for name in [name for name in sys.modules if name.split(".")[0] == "tools"]:
+        del sys.modules[name]
+    sys.dont_write_bytecode = True  # a file of the same size and second has changed
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit_s, cpu_limit_s))
+    # The parent has imported plugins, of which pytest would rewrite the assertions.
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout", "60"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    return int(pytest.main([*options, *tests]))
 
 
-def run(tests: str, limit_s: float | None = None) -> bool:
-    """Return True if all tests pass in the copy within the limit."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    process = subprocess.Popen(
-        [*command, "--timeout", "60", *shlex.split(tests)],
-        cwd=COPY,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # a group with the processes of tests, to kill them all
-    )
-    try:
-        return process.wait(limit_s) == 0
-    except subprocess.TimeoutExpired:
-        return False
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def _covering(data: CoverageData) -> Covering:
+    data.read()
+    files = {Path(file): data.contexts_by_lineno(file) for file in data.measured_files()}
+    size = Counter(test for lines in files.values() for tests in lines.values() for test in tests)
+    del size[""]  # while a module is imported
+    return {
+        path: {
+            line: sorted(size.keys() & tests, key=size.__getitem__) for line, tests in lines.items()
+        }
+        for path, lines in files.items()
+    }
 
 
-def try_room(room: str, sample: int, seed: int) -> tuple[int, list[str]]:
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Name what is executed from now on by the test, with its parameters and examples."""
+    if measured := Coverage.current():
+        measured.switch_context(item.nodeid)
+        sys.settrace(_TRACE)  # an earlier test may have removed it
+
+
+def try_room(name: str, sample: int, seed: int, is_quick: bool) -> tuple[int, list[str]]:
     """Return the number of planted bugs, and the undetected ones."""
-    began = time.monotonic()
-    if not run(ROOMS[room]):
-        sys.exit(f"these tests fail in {COPY} without a planted bug: {ROOMS[room]}")
-    limit_s = 60 + 2 * (time.monotonic() - began)
-    paths = sorted((COPY / "kvplan" / room).rglob("*.py"))
-    every = [mutant for path in paths for mutant in Finder(path.relative_to(COPY)).found]
+    room = Room(name)
+    every = [(path, change) for path in room.paths for change in changes(path)]
     chosen = sorted(random.Random(seed).sample(every, min(sample, len(every))))
     survivors = []
-    for mutant in chosen:
-        source = mutant.plant()
+    for path, change in chosen:
+        source = path.read_bytes()
+        path.write_bytes(change.applied(source))
         try:
-            is_seen = not run(ROOMS[room], limit_s)
+            lines = range(change.line, change.last_line(source) + 1)
+            is_seen = room.detects(path, lines, is_quick)
         finally:
-            (COPY / mutant.path).write_bytes(source)
-        print("seen    " if is_seen else "SURVIVED", mutant.shown(source), flush=True)
-        survivors += [] if is_seen else [mutant.shown(source)]
-    print(f"{len(chosen)} of {len(every)} possible ones in {room}", flush=True)
+            path.write_bytes(source)
+        shown = f"{path.relative_to(COPY)}:{change.line}: {change.shown(source)}"
+        print("seen    " if is_seen else "SURVIVED", shown, flush=True)
+        survivors += [] if is_seen else [shown]
+    print(f"{len(chosen)} of {len(every)} possible ones in {name}", flush=True)
     return len(chosen), survivors
 
 
@@ -202,12 +181,17 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=40, help="bugs of each room")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--least", type=float, default=0, help="percent that must be detected")
+    parser.add_argument("--quick", action="store_true", help="only tests that execute the line")
     given = parser.parse_args()
     shutil.rmtree(COPY, ignore_errors=True)
     COPY.mkdir(parents=True)
     for path in map(ROOT.joinpath, (*TREE, *FILES)):
         (shutil.copytree if path.is_dir() else shutil.copy2)(path, COPY / path.name)
-    rows = {item: try_room(item, given.sample, given.seed) for item in given.rooms or ROOMS}
+    for module in IMPORTED:
+        __import__(module)
+    rows = {
+        room: try_room(room, given.sample, given.seed, given.quick) for room in given.rooms or ROOMS
+    }
     print(f"\n{'room':12}{'planted':>8}{'seen':>8}")
     planted = seen = 0
     for room, (count, survivors) in rows.items():

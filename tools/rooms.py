@@ -3,17 +3,20 @@
     python tools/rooms.py [--before REVISION] [--out FILE.svg]
 
 The left half is REVISION, the right half is this tree. A box is a room (a package of kvplan) with
-its files and lines. A line leads from each room to each room that it imports; its width grows with
-the number of importing modules. Dashed red lines are imports upwards.
+its lines. The rows are the layers of the import contract in pyproject.toml, the highest first. A
+line leads from each room to each room that it imports; its width grows with the number of
+importing modules. Dashed red lines are imports upwards.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -21,33 +24,24 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-ROWS = {  # top to bottom, in the order of the import contract, with places from left to right
-    "run": (0, 0.1),
-    "testing": (0, 0.36),
-    "vllm": (0, 0.63),
-    "cli": (0, 0.9),
-    "llm_datadist": (1, 0.1),
-    "hixl": (1, 0.37),
-    "serving": (1, 0.63),
-    "engine": (2, 0.5),
-    "recording": (3, 0.14),
-    "links": (3.6, 0.84),
-    "control": (4.6, 0.84),
-    "transport": (4.6, 0.5),
-    "device": (5.6, 0.64),
-    "execution": (6.6, 0.5),
-    "debug": (6.6, 0.12),
-    "planning": (7.6, 0.38),
-    "inspection": (8.6, 0.38),
-    "values": (9.6, 0.5),
-}
+VALUES = "values"  # the modules beside the rooms, which most rooms import
 FACADE = {"kvplan", "kvplan.__main__"}  # names of all rooms, for users; not a room
-WIDTH, TOP, STEP, BOX = 560, 60, 62, (104, 36)
+WIDTH, TOP, STEP, BOX = 560, 60, 58, (96, 36)
+# Places from left to right of rooms that have a row of their own, in turns.
+ALONE = (0.5, 0.22, 0.78)
 STYLE = """
 text{font:12px sans-serif;fill:#1b1d20;text-anchor:middle}.title{font-weight:bold;font-size:14px}
 .small{font-size:10px;fill:#5f636b}rect{fill:#eef1f5;stroke:#8a94a3}
 path{fill:none;stroke:#5f7fa8;stroke-opacity:.55}.up{stroke:#b3261e;stroke-dasharray:5 3}
 """
+
+
+def rows_of(folder: Path) -> list[list[str]]:
+    """Return the rooms of each layer of the import contract, the highest first, then VALUES."""
+    linted = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = [re.findall(r"\w+", layer) for layer in linted["contracts"][0]["layers"]]
+    rooms = [[name for name in row if (folder / "kvplan" / name).is_dir()] for row in layers]
+    return [*filter(None, rooms), [VALUES]]
 
 
 def measure(folder: Path) -> dict[str, Any]:
@@ -56,12 +50,21 @@ def measure(folder: Path) -> dict[str, Any]:
     import grimp
 
     graph = grimp.build_graph("kvplan", cache_dir=None)
+    rows = rows_of(folder)
+    packages = {path.parent.name for path in (folder / "kvplan").glob("*/__init__.py")}
+    if unplaced := packages - {room for row in rows for room in row}:
+        raise SystemExit(f"pyproject.toml: no layer has {sorted(unplaced)}")
+
+    def room_of(name: str) -> str:
+        first = name.partition(".")[0]
+        return first if first in packages else VALUES
+
     files: Counter[str] = Counter()
     lines: Counter[str] = Counter()
     for path in (folder / "kvplan").rglob("*.py"):
-        parts = path.relative_to(folder / "kvplan").parts
-        files[room_of(parts[0])] += 1
-        lines[room_of(parts[0])] += len(path.read_text().splitlines())
+        room = room_of(path.relative_to(folder / "kvplan").parts[0])
+        files[room] += 1
+        lines[room] += len(path.read_text().splitlines())
     imports: Counter[str] = Counter()
     imported: dict[str, set[str]] = {}
     for module in graph.modules - FACADE:
@@ -70,13 +73,7 @@ def measure(folder: Path) -> dict[str, Any]:
             upper, lower = (room_of(name.partition(".")[2]) for name in (module, other))
             imports[f"{upper} {lower}"] += upper != lower
     circles = sorted((len(circle) for circle in circles_of(imported)), reverse=True)
-    return {"files": files, "lines": lines, "imports": imports, "circles": circles}
-
-
-def room_of(name: str) -> str:
-    """Return the room of a module by its name below kvplan; loose modules are `values`."""
-    first = name.partition(".")[0]
-    return first if first in ROWS else "values"
+    return {"rows": rows, "files": files, "lines": lines, "imports": imports, "circles": circles}
 
 
 def circles_of(imported: Mapping[str, set[str]]) -> set[frozenset[str]]:
@@ -102,40 +99,49 @@ def reached(module: str, imported: Mapping[str, set[str]]) -> set[str]:
 def panel(title: str, facts: Mapping[str, Any], left: float) -> Iterator[str]:
     """Yield one half of the picture."""
     circles = ", ".join(map(str, facts["circles"])) or "none"
-    files, lines = sum(facts["files"].values()), sum(facts["lines"].values())
     middle = left + WIDTH / 2
-    yield f'<text class="title" x="{middle}" y="20">{title}: {files} files, {lines:,} lines</text>'
-    said = f"modules in circles, types included: {circles}"
+    size = thousands(sum(facts["lines"].values()))
+    yield f'<text class="title" x="{middle}" y="20">{title}: {size}</text>'
+    said = f"modules in circles, with imports for types and inside of functions: {circles}"
     yield f'<text class="small" x="{middle}" y="36">{said}</text>'
+    places = places_of(facts["rows"], left)
     for pair, count in sorted(facts["imports"].items()):
         upper, lower = pair.split()
-        if count and lower != "values":
-            yield edge(upper, lower, count, left)
-    for room in ROWS:
-        if not facts["files"].get(room):
-            continue
-        x, y = place(room, left)
-        size = f"{facts['files'][room]} files, {facts['lines'][room]:,}"
-        name = "types, status, layout, ..." if room == "values" else room
-        width = BOX[0] if room != "values" else 170
-        yield f'<rect x="{x - width / 2}" y="{y}" width="{width}" height="{BOX[1]}" rx="4"/>'
-        yield f'<text x="{x}" y="{y + 15}">{name}</text>'
-        yield f'<text class="small" x="{x}" y="{y + 29}">{size}</text>'
+        if count and lower != VALUES:
+            yield edge(upper, lower, count, places)
+    for room, (x, y) in places.items():
+        name = "types, status, layout, ..." if room == VALUES else room
+        width = BOX[0] if room != VALUES else 170
+        yield f'<rect x="{x - width / 2:g}" y="{y}" width="{width}" height="{BOX[1]}" rx="4"/>'
+        yield f'<text x="{x:g}" y="{y + 15}">{name}</text>'
+        size = thousands(facts["lines"][room])
+        yield f'<text class="small" x="{x:g}" y="{y + 29}">{size}</text>'
 
 
-def place(room: str, left: float) -> tuple[float, float]:
-    """Return the middle of the upper side of a box."""
-    row, across = ROWS[room]
-    return left + across * WIDTH, TOP + row * STEP
+def thousands(lines: int) -> str:
+    """Return a number of lines to the hundred, which most commits leave as they find it."""
+    return f"{lines / 1000:.1f}k lines"
 
 
-def edge(upper: str, lower: str, count: int, left: float) -> str:
+def places_of(rows: list[list[str]], left: float) -> dict[str, tuple[float, float]]:
+    """Return the middle of the upper side of each box."""
+    places = {}
+    for at, row in enumerate(rows):
+        for number, room in enumerate(row):
+            across = (number + 0.5) / len(row)
+            if len(row) == 1 and room != VALUES:
+                across = ALONE[at % len(ALONE)]
+            places[room] = (left + across * WIDTH, TOP + at * STEP)
+    return places
+
+
+def edge(upper: str, lower: str, count: int, places: Mapping[str, tuple[float, float]]) -> str:
     """Return the line for the imports of one room by another."""
-    (x, y), (to_x, to_y) = place(upper, left), place(lower, left)
-    down = ROWS[lower][0] >= ROWS[upper][0]
+    (x, y), (to_x, to_y) = places[upper], places[lower]
+    down = to_y > y
     start, end = (y + BOX[1], to_y) if down else (y, to_y + BOX[1])
     bend = (end - start) / 2
-    curve = f"M{x} {start}C{x} {start + bend} {to_x} {end - bend} {to_x} {end}"
+    curve = f"M{x:g} {start:g}C{x:g} {start + bend:g} {to_x:g} {end - bend:g} {to_x:g} {end:g}"
     kind = "" if down else ' class="up"'
     title = f"<title>{upper} imports {lower}: {count}</title>"
     return f'<path{kind} d="{curve}" stroke-width="{min(1 + count / 8, 6):.1f}">{title}</path>'
@@ -143,7 +149,7 @@ def edge(upper: str, lower: str, count: int, left: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--before", default="5661c1e1", help="the revision on the left")
+    parser.add_argument("--before", default="03621ccd", help="the revision on the left")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/pictures/rooms.svg")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -152,11 +158,15 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(
-            ["git", "archive", asked.before, "kvplan"], cwd=ROOT, check=True, capture_output=True
+            ["git", "archive", asked.before, "kvplan", "pyproject.toml"],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
         )
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         halves = [(f"before ({asked.before})", measured(Path(folder))), ("after", measured(ROOT))]
-    width, height = 2 * WIDTH + 40, TOP + round(9.6 * STEP) + BOX[1] + 30
+    num_rows = max(len(facts["rows"]) for _, facts in halves)
+    width, height = 2 * WIDTH + 40, TOP + num_rows * STEP + 20
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
         f' width="{width}" height="{height}" role="img" aria-label="rooms of kvplan and imports">',
@@ -165,7 +175,7 @@ def main() -> None:
     ]
     for number, (title, facts) in enumerate(halves):
         lines += panel(title, facts, number * (WIDTH + 40))
-    left_out = "every room imports the lowest box; those lines are left out"
+    left_out = "most rooms import the lowest box; those lines are left out"
     lines.append(f'<text class="small" x="{width / 2}" y="{height - 10}">{left_out}</text>')
     asked.out.write_text("\n".join([*lines, "</svg>", ""]))
     print("\n".join(table([facts for _, facts in halves])))
@@ -174,7 +184,7 @@ def main() -> None:
 def measured(folder: Path) -> dict[str, Any]:
     """Measure a folder in a new process: this process has another kvplan on its path."""
     command = [sys.executable, __file__, "--measure", str(folder)]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(printed)  # type: ignore[no-any-return]
 
 
@@ -182,7 +192,7 @@ def table(halves: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the rooms as a table of Markdown."""
     yield "| room | files | lines |"
     yield "| --- | --- | --- |"
-    for room in ROWS:
+    for room in dict.fromkeys(room for facts in halves for row in facts["rows"] for room in row):
         files, lines = ([facts[key].get(room, 0) for facts in halves] for key in ("files", "lines"))
         changes = (
             f"{before:,} -> {after:,}"

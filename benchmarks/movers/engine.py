@@ -116,7 +116,7 @@ class SmallPulls:
         ours = datadist._running().registry.resolve(cache).memory
         plan = datadist.plan(Transfer(Rows(SMALL_KEY), Rows(cache)))
         pool = ThreadPool()
-        executor = Executor(theirs.backend(pool, "get", ours) or host_backend(pool))
+        executor = Executor(theirs.backend(pool, "get", ours, None) or host_backend(pool))
         descriptors = bind(plan, theirs, ours, one_space=theirs.in_process)
         self._executor = partial(executor.run, descriptors, keep=(theirs, ours))
 

@@ -21,7 +21,7 @@ from benchmarks.movers.paged import (
     timed,
 )
 
-MOST_HELP = "descriptors of a batch; more than its queues hold fails, and so do all later calls"
+HELP_OF_MOST = "descriptors of a batch; more than its queues hold fails, and so do all later calls"
 
 
 class MooncakeMover:
@@ -59,7 +59,7 @@ class MooncakeMover:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", required=True, help="of this end")
-    parser.add_argument("--most", type=int, default=2048, help=MOST_HELP)
+    parser.add_argument("--most", type=int, default=2048, help=HELP_OF_MOST)
     parser.add_argument("peer", nargs="?", help="what the serving end said")
     asked = parser.parse_args()
     say = answers()

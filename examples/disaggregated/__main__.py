@@ -52,7 +52,7 @@ BREAK_TOKEN = 216
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """An argument type: a whole number in [low, high]."""
+    """Return an argument type: a whole number in [low, high]."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or not low <= int(text) <= high:
@@ -63,7 +63,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def readable(text: str) -> Path:
-    """An argument type: a text file that is not empty."""
+    """Return the path of a text file that is not empty, as an argument type."""
     path = Path(text)
     try:
         if path.read_text(encoding="utf-8").strip():

@@ -40,7 +40,7 @@ from .workers import Channel
 
 
 def located(expected: list[NDArray[Any]], tensors: PagedCache, plan: Plan) -> Located:
-    """What is wrong with the cache, as far as its bytes and the plan say."""
+    """Return what is wrong with the cache, as far as its bytes and the plan say."""
     found = locate(expected, tensors.snapshot(), plan)
     return Located(str(found), found.first)
 

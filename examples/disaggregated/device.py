@@ -1,4 +1,4 @@
-"""Where the KV caches of the demo lie: in host memory, or in that of an Ascend device."""
+"""The memory of the demo's KV caches: of the host, or of an Ascend device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prepare(device: str) -> None:
 
 
 def options(device: str, number: int) -> dict[str, str]:
-    """The options of an engine for its device, the `number`-th of this demo."""
+    """Return the options of an engine for its device, the `number`-th of this demo."""
     if device == "host":
         return {"kvplan.accelerator": "none"}
     return {"kvplan.accelerator": "ascend", "llm.DeviceId": str(number)}
@@ -112,7 +112,7 @@ class DeviceCache(PagedCache):
             self._device.write(address, tensor)
 
     def snapshot(self) -> list[NDArray[Any]]:
-        """Every tensor as it is now, on the host."""
+        """Return every tensor as it is now, on the host."""
         tensors = [np.empty(self._shape, np.float16) for _ in self._addresses]
         for address, tensor in zip(self._addresses, tensors, strict=True):
             self._device.read(address, tensor)
@@ -128,7 +128,7 @@ class DeviceCache(PagedCache):
             self._device.write(address, stored[run.first : run.last])
 
     def gather(self, tensor: int, block_table: BlockTable, length: int) -> NDArray[np.float32]:
-        """The request's first `length` tokens, in order: (length, kv_heads, head_size)."""
+        """Return the request's first `length` tokens, in order: (length, kv_heads, head_size)."""
         rows = np.empty((length, *self._shape[2:]), np.float16)
         for run in runs(block_table, self.block_size, 0, length):
             address = self._addresses[tensor] + run.row * self._row_nbytes

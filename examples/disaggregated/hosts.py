@@ -1,4 +1,4 @@
-"""Where the demo runs: all of it on this host, or prefill and decode on a host each."""
+"""The hosts of the demo: this one for all of it, or one each for prefill and decode."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TWO_HOSTS = (
 
 @dataclass(frozen=True)
 class Host:
-    """Where a worker runs.
+    """The host that a worker runs on.
 
     Attributes:
         address: its engine can be reached at.
         keeper: a process in its network namespace; None: the demo's own.
-        key_file: with the key that lets those who have it link; every host has a copy.
+        key_file: with the key that an engine needs to link; every host has a copy.
     """
 
     address: str = "127.0.0.1"
@@ -39,7 +39,7 @@ class Host:
             enter(self.keeper)
 
     def options(self) -> dict[str, str]:
-        """The options of an engine there for reaching others.
+        """Return the options of an engine there for reaching others.
 
         Two namespaces of one machine share its memory; `auto` would find that out, and use it.
         """

@@ -1,4 +1,4 @@
-"""What the demo's processes send each other: prompts, block ids and figures, no byte of the cache.
+"""Messages of the demo's processes: prompts, block ids and figures, no byte of the cache.
 
 A serving system has such messages of its own, between scheduler and workers. What is *not* here is
 what kvplan's link carries: who the peer is, how its memory is reached, what its caches look like.
@@ -20,7 +20,7 @@ SHARD_CLUSTERS = (3, 4)
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose; `device` is one of `device.DEVICES`, `host` is where the worker runs."""
+    """The user's choices; `device` is one of `device.DEVICES`, `host` is where the worker runs."""
 
     prompt: Path
     max_tokens: int
@@ -113,14 +113,14 @@ class Gather:
 class PlantWrongHead:
     """From the demo to decode: pull the last one's heads as if they were the ones before.
 
-    Its process offers the same bytes once more, with a shard that is off by one head: a slip that
+    Its process offers the same bytes again, with a shard that is off by one head: a slip that
     no check of memory sees.
     """
 
 
 @dataclass(frozen=True)
 class WrongHead:
-    """To the demo: what a gather with the wrong shard was refused for, and how the pulls differ."""
+    """A message to the demo: how a gather with a wrong shard was refused, and the pulls differ."""
 
     refusal: str
     difference: str
@@ -128,7 +128,7 @@ class WrongHead:
 
 @dataclass(frozen=True)
 class Moved:
-    """To the demo: the cache has arrived; by which plan, and how long it took.
+    """A message to the demo: the cache has arrived; by which plan, and how long it took.
 
     Attributes:
         explanation: the plan as text.
@@ -153,7 +153,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Located:
-    """To the demo: what `kvplan.debug.locate` says of the cache, which nobody told what is wrong.
+    """A message to the demo: what `kvplan.debug.locate` says, without a hint, of the wrong cache.
 
     Attributes:
         text: all of it, for people.
@@ -166,7 +166,7 @@ class Located:
 
 @dataclass(frozen=True)
 class MovedByLayer:
-    """To the demo: the cache has been pushed while it was computed.
+    """A message to the demo: the cache has been pushed while it was computed.
 
     Attributes:
         plans: of each chunk of the prompt, one line.

@@ -44,7 +44,7 @@ def moved(
 
 
 def timed(move: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of the first call, which counts, and the median of more.
+    """Return the seconds of the first call, which counts, and the median of more.
 
     Those say what it costs when nothing is new to the processor and its caches; the same bytes go
     to the same place.

@@ -65,7 +65,7 @@ class PagedCache:
             tensor.fill(value)
 
     def snapshot(self) -> list[NDArray[Any]]:
-        """Every tensor as it is now."""
+        """Return every tensor as it is now."""
         return [tensor.copy() for tensor in self.tensors]
 
     def write(
@@ -77,11 +77,11 @@ class PagedCache:
         self.tensors[tensor][blocks, offsets] = rows
 
     def gather(self, tensor: int, block_table: BlockTable, length: int) -> NDArray[np.float32]:
-        """The request's first `length` tokens, in order: (length, kv_heads, head_size)."""
+        """Return the request's first `length` tokens, in order: (length, kv_heads, head_size)."""
         blocks = self.tensors[tensor][block_table[: blocks_for(length, self.block_size)]]
         return blocks.reshape(-1, *blocks.shape[2:])[:length].astype(np.float32)
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that `num_tokens` tokens need."""
+    """Return the number of blocks that `num_tokens` tokens need."""
     return -(-num_tokens // block_size)

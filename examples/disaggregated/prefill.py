@@ -71,7 +71,7 @@ def run(channel: Channel, settings: Settings) -> None:
 
 
 def cache_desc(config: LlamaConfig, num_blocks: int, block_size: int) -> CacheDesc:
-    """The paged cache of a model: keys and values of each layer, blocks of `block_size` tokens."""
+    """Describe the paged cache of a model: keys and values of each layer."""
     shape = (num_blocks, block_size, config.kv_heads, config.head_size)
     return CacheDesc(
         2 * config.layers,

@@ -1,4 +1,4 @@
-"""What the demo prints, and the two comparisons that decide whether it succeeded."""
+"""The output of the demo, and the two comparisons that decide whether it succeeded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Console:
         print(f"[{time.monotonic() - self._started:5.1f} s] {name}: {text}", flush=True)
 
     def piece(self, text: str) -> None:
-        """A piece of generated text, marked off by a bar on the left."""
+        """Print a piece of generated text, marked off by a bar on the left."""
         for part in text.splitlines(keepends=True):
             if not self._line_open:
                 sys.stdout.write("  | ")
@@ -48,7 +48,7 @@ class Console:
 
 
 def moved_text(moved: Moved) -> str:
-    """The cost of a transfer, one figure a line."""
+    """Return the cost of a transfer, one figure a line."""
 
     def speed(seconds: float) -> str:
         return f"{seconds * 1e3:.2f} ms, {moved.nbytes / seconds / 1e9:.1f} GB/s"
@@ -58,7 +58,7 @@ def moved_text(moved: Moved) -> str:
         f"  descriptors  {moved.num_slices:,} before coalescing, {moved.num_descriptors:,} after",
         f"  planned in   {moved.plan_seconds * 1e6:.0f} us",
         f"  moved in     {speed(moved.transfer_seconds)} (planned, too)",
-        f"  once more    {speed(moved.repeated_seconds)} (median of repetitions)",
+        f"  again        {speed(moved.repeated_seconds)} (median of repetitions)",
     ]
     if moved.link_seconds is not None:
         lines.insert(2, f"  linked in    {moved.link_seconds * 1e3:.1f} ms")
@@ -66,7 +66,7 @@ def moved_text(moved: Moved) -> str:
 
 
 def hidden_text(moved_by_layer: MovedByLayer, whole: Moved) -> str:
-    """How much of the transfer was hidden behind compute; `whole` is that of the same bytes."""
+    """Say how much of the transfer was hidden behind compute; `whole` moved the same bytes."""
     hidden = 1 - moved_by_layer.visible_seconds / whole.transfer_seconds
     in_ready = sum(moved_by_layer.ready_seconds)
     lines = [
@@ -87,7 +87,7 @@ def speed_text(generated: Generated) -> str:
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The first position at which two sequences differ, the end of one included."""
+    """Return the first position at which two sequences differ, the end of one included."""
     if list(a) == list(b):
         return None
     shared = zip(a, b, strict=False)

@@ -1,4 +1,4 @@
-"""What this example needs besides kvplan, checked before any process is started."""
+"""The needs of this example besides kvplan, checked before any process is started."""
 
 from __future__ import annotations
 

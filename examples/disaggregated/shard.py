@@ -79,13 +79,13 @@ def run(channel: Channel, settings: Settings, cluster_id: int, rank: int) -> Non
 
 
 def heads_of(rank: int, kv_heads: int) -> range:
-    """The KV heads of one of two processes: of three, the first has two."""
+    """Return the KV heads of one of two processes: of three, the first has two."""
     half = -(-kv_heads // 2)
     return range(half) if rank == 0 else range(half, kv_heads)
 
 
 def shard_desc(config: LlamaConfig, block_size: int, num_tokens: int, heads: range) -> CacheDesc:
-    """The paged cache of a process: the tokens of a head together, and room for two requests."""
+    """Describe the paged cache of a process: tokens of a head together, room for two requests."""
     num_blocks = 2 * blocks_for(num_tokens, block_size)
     return CacheDesc(
         2 * config.layers,

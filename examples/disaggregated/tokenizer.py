@@ -48,7 +48,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; special tokens too, for here a wrong one must be seen."""
+        """Return the text of `ids`; special tokens too, for here a wrong one must be seen."""
         text: str = self._bpe.decode(list(ids), skip_special_tokens=False)
         return text
 

@@ -52,7 +52,7 @@ SCALARS = {
 }
 """Formats of `struct`."""
 ALIGNMENT = 32
-"""Of the first tensor in the file, unless general.alignment is another."""
+"""The alignment of the first tensor in the file, unless general.alignment is another."""
 
 
 class Cursor:
@@ -132,7 +132,7 @@ class ModelFile:
             self._tensors[name] = StoredTensor(kind, rows.reshape(stored))
 
     def metadata(self, key: str) -> Any:
-        """The value under `key`, as a plain Python value (number, string or list)."""
+        """Return the value under `key`, as a plain Python value (number, string or list)."""
         return self._metadata[key]
 
     @cached_property
@@ -151,7 +151,7 @@ class ModelFile:
         )
 
     def tensor(self, *names: str) -> NDArray[np.float32]:
-        """The float32 weight of that name; of several names, their rows in one matrix.
+        """Return the float32 weight of that name; of several names, their rows in one matrix.
 
         A matrix has the shape (outputs, inputs), so that stacked rows are several outputs in one
         product.

@@ -44,7 +44,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the demo waits for."""
+    """An answer that the demo waits for."""
 
     value: Any
 
@@ -75,14 +75,14 @@ class Channel:
 
 
 def _work(module: str, connection: Connection, arguments: tuple[Any, ...], host: Host) -> None:
-    """What a worker process does: the module's `run`, and report how it failed if it did."""
+    """Run the module's `run` in a worker process, and report its failure."""
     # Ctrl-C reaches every process of the terminal; the demo alone decides what follows.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         host.enter()
         import_module(module).run(Channel(connection), *arguments)
     except (EOFError, BrokenPipeError):
-        sys.exit(1)  # the demo is gone: there is nobody to report to
+        sys.exit(1)  # the demo is gone: no process waits for a report
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         with suppress(OSError):

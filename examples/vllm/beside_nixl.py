@@ -46,7 +46,7 @@ def nixl(role: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Times:
-    """Of some requests, in seconds."""
+    """Times of some requests, in seconds."""
 
     first_token: tuple[float, ...]
     transfer: tuple[float, ...]
@@ -109,7 +109,7 @@ class Pair:
             self.decode.generate([prompt], 1, [self.finished(prompt)])
 
     def first_token(self, prompt: list[int]) -> tuple[float, float]:
-        """Seconds until the other has generated a token, and those of the transfer alone."""
+        """Return the seconds until the other has generated a token, and those of the transfer."""
         params = self.finished(prompt)
         self.decode.forget()
         before = self.decode.metrics()
@@ -122,7 +122,7 @@ class Pair:
         return self.decode.took_s, moved
 
     def stale(self, prompts: list[list[int]]) -> list[Answer]:
-        """What is answered to parameters that are used again when others have the blocks."""
+        """Return the answers to parameters that are used again when others have the blocks."""
         params = [self.finished(prompt) for prompt in prompts]
         self.decode.forget()
         self.decode.generate(prompts, TOKENS, params)
@@ -192,7 +192,7 @@ class Beside:
             item.send(signal.SIGCONT if item is pair else signal.SIGSTOP)
 
     def _turns(self, where: str) -> list[Times]:
-        """Seconds to the first token, and of the transfer, of both pairs."""
+        """Return the seconds to the first token, and of the transfer, of both pairs."""
         found: dict[str, list[tuple[float, float]]] = {item.name: [] for item in self.pairs}
         before = self.descriptors()
         for _ in range(ROUNDS):
@@ -207,7 +207,7 @@ class Beside:
         return times
 
     def descriptors(self) -> float:
-        """How many descriptors NIXL has moved so far."""
+        """Return the number of descriptors that NIXL has moved so far."""
         self._alone_on_machine(self.theirs)
         return self.theirs.decode.metrics().get("vllm:nixl_num_descriptors_sum", 0.0)
 

@@ -25,7 +25,7 @@ PROMPT = range(1000, 1150)
 
 
 class Tables(NamedTuple):
-    """Of one request: the blocks of both engines, and how many tokens the decoder has already."""
+    """Tables of one request: the blocks of both engines, and the tokens that the decoder has."""
 
     prefill: list[int]
     decode: list[int]
@@ -33,7 +33,7 @@ class Tables(NamedTuple):
 
 
 def manager(num_blocks: int) -> KVCacheManager:
-    """A manager of one pool, which two layers share."""
+    """Return a manager of one pool, which two layers share."""
     spec = FullAttentionSpec(
         block_size=BLOCK_TOKENS, num_kv_heads=8, head_size=128, dtype=torch.float16
     )
@@ -47,7 +47,7 @@ def manager(num_blocks: int) -> KVCacheManager:
 
 
 def request(name: str, tokens: range | list[int]) -> Request:
-    """A request that has only its prompt."""
+    """Return a request that has only its prompt."""
     hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
     return Request(name, [*tokens], SamplingParams(max_tokens=1), None, block_hasher=hasher)
 
@@ -61,7 +61,7 @@ def admit(pool: KVCacheManager, item: Request) -> int:
 
 
 def tables() -> Tables:
-    """One request's tables, after others have come and gone."""
+    """Return one request's tables, after others have come and gone."""
     init_none_hash(sha256)
     prefill, decode = manager(PREFILL_BLOCKS), manager(DECODE_BLOCKS)
     for pool, lengths in ((prefill, (70, 40, 100)), (decode, (50, 120, 30, 90))):

@@ -105,7 +105,7 @@ class Client:
 
 
 async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a stream of server-sent events."""
+    """Yield the JSON objects of a stream of server-sent events."""
     async for line in response.content:
         data = line.decode().removeprefix("data:").strip()
         if line.startswith(b"data:") and data != "[DONE]":
@@ -123,7 +123,7 @@ async def until(what: Callable[[], bool]) -> bool:
 
 
 class Answers:
-    """What servers answer to the prompts, and whether that is right; the base of such checks.
+    """A base of checks of what servers answer to the prompts.
 
     Attributes:
         servers: all that must hold no block in the end.
@@ -139,7 +139,7 @@ class Answers:
         self.prompts = prompts()
 
     async def answers(self, to: Service, numbers: Sequence[int], **given: Any) -> list[Answer]:
-        """What is answered to prompts that are asked at once; every other one is streamed."""
+        """Return the answers to prompts that are asked at once; every other one is streamed."""
         return await asyncio.gather(
             *(
                 self.client.complete(to, self.prompts[number], stream=bool(number % 2), **given)
@@ -148,7 +148,7 @@ class Answers:
         )
 
     def right(self, numbers: Sequence[int], found: Sequence[Answer]) -> list[str]:
-        """Answers that are wrong, or none."""
+        """Return the answers that are wrong, or missing."""
         problems = differences([self.alone[number] for number in numbers], found)
         return problems + [
             f"prompt {n}: no answer"
@@ -164,11 +164,11 @@ class Answers:
 
     @staticmethod
     def counted(name: str, *servers: Server) -> float:
-        """A counter of servers, summed."""
+        """Return a counter of servers, summed."""
         return sum(server.metrics().get(f"vllm:{name}", 0.0) for server in servers)
 
     async def leaks(self) -> list[str]:
-        """Servers that hold blocks though no request runs."""
+        """Return servers that hold blocks though no request runs."""
 
         async def held(server: Server) -> list[str]:
             usage, end = 1.0, time.monotonic() + LONGEST_S

@@ -126,7 +126,7 @@ class Engine:
         self._send("generate", [list(prompt) for prompt in prompts], counts, given)
 
     def ended(self) -> list[Answer]:
-        """The answers to the prompts that were begun."""
+        """Return the answers to the prompts that were begun."""
         self.took_s, answers = self._receive(ANSWER_S)
         return [Answer(*answer) for answer in answers]
 
@@ -136,7 +136,7 @@ class Engine:
         self._receive(ANSWER_S)
 
     def metrics(self) -> dict[str, float]:
-        """What vLLM counts, by name; of a histogram its sum and count."""
+        """Return what vLLM counts, by name; of a histogram its sum and count."""
         self._send("metrics")
         return dict(self._receive(ANSWER_S))
 
@@ -145,7 +145,7 @@ class Engine:
         os.killpg(self._process.pid, number)
 
     def cpu_s(self) -> float:
-        """Seconds of processors that all of its processes have used."""
+        """Return the seconds of processors that all processes of the engine have used."""
         ticks = 0
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
@@ -185,7 +185,7 @@ class Engine:
 
 
 def serve(connection: Connection) -> None:
-    """The process: make an engine of what comes first, and answer what follows."""
+    """Run the process: make an engine of what comes first, and answer what follows."""
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 

@@ -34,7 +34,7 @@ class TinyPair(Pair):
         super().__init__(report, held)
 
     def make_prompts(self) -> list[list[int]]:
-        """As of the others, of lengths of its own; and the last begins with all of another one.
+        """Make prompts of other lengths; the last begins with all of another one.
 
         A window knows no more of a prompt than its end, so that it has no shorter prefix of it.
         """
@@ -67,7 +67,7 @@ class TinyPair(Pair):
         yield self.nothing_leaks
 
     def nothing_failed(self) -> None:
-        """What vLLM counts as fetched may have been computed after all."""
+        """Check failures, too: what vLLM counts as fetched may have been computed after all."""
         metrics = self.decode.metrics()
         fetched = metrics.get("vllm:kvplan_requests_fetched", 0.0)
         failed = metrics.get("vllm:kvplan_requests_failed", 0.0)

@@ -25,7 +25,7 @@ BLOCK = 32  # tokens
 
 
 def leaks(*engines: Engine) -> list[str]:
-    """Engines whose requests have all ended, and that still hold blocks of their caches."""
+    """Return engines that still hold blocks of their caches though all requests have ended."""
     found = []
     for engine in engines:
         usage = 1.0
@@ -111,7 +111,7 @@ class Pair:
         return [self.alone[number] for number in numbers]
 
     def fetched(self) -> float:
-        """Tokens that were fetched so far; vLLM's own count has failures, too."""
+        """Return the tokens that were fetched so far; vLLM's own count has failures, too."""
         return self.decode.metrics()["vllm:kvplan_tokens_fetched"]
 
     def same_tokens(self) -> None:
@@ -144,7 +144,7 @@ class Pair:
         )
 
     def stale(self) -> None:
-        """Parameters are used again when their blocks are another request's."""
+        """Use parameters again when their blocks are another request's."""
         numbers = [13, 14, 15]
         self.decode.forget()
         params = self.finished(numbers)
@@ -157,7 +157,7 @@ class Pair:
         self.report.check("stale parameters bring no other tokens", problems)
 
     def mixed_up(self) -> None:
-        """Each request comes with the parameters of another."""
+        """Give each request the parameters of another."""
         numbers = [9, 10, 11, 12]
         self.decode.forget()
         params = self.finished(numbers)
@@ -166,7 +166,7 @@ class Pair:
         self.report.check("parameters of other requests bring no other tokens", problems)
 
     def malformed(self) -> None:
-        """Parameters that no producer has made."""
+        """Give parameters that no producer has made."""
         self.decode.forget()
         (params,) = self.finished([10])
         whole = params["kvplan"]
@@ -181,7 +181,7 @@ class Pair:
         found = self.decoded(numbers, [{**params, "kvplan": item} for item in changed])
         problems = self.right(numbers, found)
         problems += self.right([10], self.decoded([10], [json.loads(json.dumps(params))]))
-        self.report.check("parameters that nobody has made bring no other tokens", problems)
+        self.report.check("parameters that no producer has made bring no other tokens", problems)
 
     def nothing_leaks(self) -> None:
         self.report.check("no block is held when all has ended", leaks(self.prefill, self.decode))

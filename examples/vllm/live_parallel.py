@@ -139,7 +139,7 @@ def finished(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[dict[str,
 
 
 def fetched(engine: Engine) -> float:
-    """Tokens that its workers have fetched so far: vLLM's own count has failures, too."""
+    """Return the tokens that workers have fetched so far: vLLM's own count has failures, too."""
     return engine.metrics()["vllm:kvplan_tokens_fetched"] / engine.workers
 
 

@@ -92,7 +92,7 @@ class Served(Answers):
                 await check()
 
     def fetched(self) -> float:
-        """Tokens that were fetched so far; vLLM's own count has failures, too."""
+        """Return the tokens that were fetched so far; vLLM's own count has failures, too."""
         return self.counted("kvplan_tokens_fetched_total", self.decode, self.small)
 
     async def same_tokens(self) -> None:
@@ -159,7 +159,7 @@ class Served(Answers):
         )
 
     async def leaves_at_random(self) -> None:
-        """Clients leave while others stay; on both sides, and whatever is going on then."""
+        """Let clients leave while others stay; on both sides, and at any moment."""
         await self.forget()
         chance = random.Random(7)
         numbers = [index for index in range(len(self.prompts)) for _ in range(2)]
@@ -204,7 +204,7 @@ class Served(Answers):
         )
 
     async def measured(self) -> None:
-        """What /metrics says of all that was before."""
+        """Check what /metrics says of all that was before."""
         ours, theirs = self.prefill.metrics(), self.decode.metrics()
         name = "vllm:kvplan_"
         counts = {
@@ -228,7 +228,7 @@ class Served(Answers):
         self.report.check("no block is held when all has ended", await self.leaks())
 
     async def stopped(self) -> None:
-        """The prefilling server stands still while it is fetched from, for longer than limits."""
+        """Stop the prefilling server while it is fetched from, for longer than limits."""
         await self.forget()
         numbers = list(range(8, 18))
         params = [

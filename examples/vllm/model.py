@@ -32,7 +32,7 @@ MATRICES = {
 
 
 def apart(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Rows of q or k as transformers has them: GGUF puts the two that turn together side by side.
+    """Return rows of q or k as in transformers: GGUF puts the two that turn together side by side.
 
     Each head's first halves of all pairs come first, then the second halves.
     """
@@ -41,7 +41,7 @@ def apart(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
 
 
 def weights(model: ModelFile) -> dict[str, NDArray[np.float32]]:
-    """All tensors, by the names of transformers."""
+    """Return all tensors, by the names of transformers."""
     config = model.config
     heads = {"attn_q": config.heads, "attn_k": config.kv_heads}
     tensors = {
@@ -60,7 +60,7 @@ def weights(model: ModelFile) -> dict[str, NDArray[np.float32]]:
 def description(
     config: LlamaConfig, vocabulary: int, intermediate: int, end: int
 ) -> dict[str, Any]:
-    """What config.json says."""
+    """Return the content of config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

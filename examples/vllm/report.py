@@ -1,4 +1,4 @@
-"""What all checks of `make vllm` share: the report, the prompts, and how answers are compared."""
+"""The common part of the checks of `make vllm`: report, prompts, and comparison of answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARED = (700, 1900)  # lengths of those that begin as the one before them, on t
 
 @dataclass(frozen=True)
 class Answer:
-    """How a request ended.
+    """The end of a request.
 
     Attributes:
         tokens: that were generated.
@@ -53,7 +53,7 @@ class Report:
 
 
 def connector(role: str, **options: Any) -> dict[str, Any]:
-    """What a user gives as --kv-transfer-config."""
+    """Return what a user gives as --kv-transfer-config."""
     return {
         "kv_connector": "KvplanConnector",
         "kv_connector_module_path": "kvplan.vllm",
@@ -80,7 +80,7 @@ def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
 
 
 def differences(expected: Sequence[Answer], found: Sequence[Answer]) -> list[str]:
-    """Answers that are neither right nor an error."""
+    """Return answers that are neither right nor an error."""
     return [
         f"prompt {number}: {pair.tokens} ({pair.reason}), and alone {right.tokens}"
         for number, (right, pair) in enumerate(zip(expected, found, strict=True))
@@ -89,7 +89,7 @@ def differences(expected: Sequence[Answer], found: Sequence[Answer]) -> list[str
 
 
 def free_port() -> int:
-    """A port that nobody listens at now."""
+    """Return a port without a listener."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

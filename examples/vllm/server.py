@@ -59,11 +59,11 @@ class Service:
         raise RuntimeError(f"{self.name} does not answer; {self.log} ends with:\n{self.said()}")
 
     def said(self) -> str:
-        """The end of its log."""
+        """Return the end of the server's log."""
         return self.log.read_text(errors="replace")[-3000:]
 
     def metrics(self) -> dict[str, float]:
-        """What it counts, by name, summed over labels."""
+        """Return what the server counts, by name, summed over labels."""
         found: dict[str, float] = {}
         with urlopen(f"{self.url}/metrics", timeout=60) as response:
             for line in response.read().decode().splitlines():

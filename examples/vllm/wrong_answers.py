@@ -36,7 +36,7 @@ FOUND = {
     "swapped": "arrived: the bytes of layer 0, run 3",
     "layer": "arrived: the bytes of layer 1, run 0",
 }
-"""What `kvplan trace --sums` says of the first block of each that differs."""
+"""Texts of `kvplan trace --sums` about the first block that differs, by mistake."""
 
 
 def config(role: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.links import ClusterInfo, LinkState, PeerLink
 from kvplan.links.values import cluster_here
-from kvplan.status import LLMException, LLMStatusCode, busy, invalid, timed_out
+from kvplan.status import LLMException, LLMStatusCode, busy, invalid, timed_out, without_frames
 from kvplan.system.logs import LimitedLog, Log
 
 _HEAD: Final = struct.Struct("<cQH")  # kind, number of the message, bytes of its name
@@ -60,9 +60,12 @@ class _Connection(NamedTuple):
 class Connections:
     """The remote engines that one engine is connected with."""
 
-    def __init__(self, datadist: LlmDataDist, where: Where, log: Log) -> None:
+    def __init__(
+        self, datadist: LlmDataDist, where: Where, log: Log, *, is_exact: bool = False
+    ) -> None:
         self._datadist = datadist
         self._where = where
+        self._is_exact = is_exact  # never link with another cluster than `where` names
         self._log = log
         self._peer_log = LimitedLog(log)
         self._mutex = Mutex()
@@ -141,7 +144,7 @@ class Connections:
                 is_made = self._linked(cluster_id, address, deadline)
             except LLMException as error:
                 # The peer's cluster id may follow from another name, such as 0.0.0.0:16000.
-                if (here := cluster_here(error)) is None:
+                if (here := cluster_here(error)) is None or self._is_exact:
                     raise
                 cluster_id = here
                 is_made = self._linked(cluster_id, address, deadline)
@@ -176,7 +179,7 @@ class Connections:
             names = self._names_of(cluster_id)  # that are to stay
             try:
                 self._forget(cluster_id)  # first: calls from here on do not find the engine
-                self._wait_for_calls(cluster_id, deadline)
+                self._wait_for_calls(remote_engine, cluster_id, deadline)
                 if stop is not None:
                     stop()
                 link = self._link(cluster_id)
@@ -190,8 +193,7 @@ class Connections:
                 if code is not LLMStatusCode.LLM_LINK_BUSY:
                     names = {}
                 if code in (LLMStatusCode.LLM_LINK_BUSY, LLMStatusCode.LLM_UNLINK_FAILED):
-                    timeout = LLMStatusCode.LLM_TIMEOUT
-                    raise LLMException(error.args[0], status_code=timeout) from None
+                    raise without_frames(error, LLMStatusCode.LLM_TIMEOUT) from None
                 if code not in (_NOT_LINKED, LLMStatusCode.LLM_LINK_FAILED):
                     raise
                 self._log.info("disconnect: %s was already gone: %s", remote_engine, error)
@@ -199,8 +201,8 @@ class Connections:
                 with signals_deferred, self._mutex:
                     self._connected |= names
 
-    def _wait_for_calls(self, cluster_id: int, deadline: float) -> None:
-        """Wait for calls of other threads with a cluster; raise LLM_LINK_BUSY at the deadline."""
+    def _wait_for_calls(self, remote_engine: str, cluster_id: int, deadline: float) -> None:
+        """Wait for calls of other threads with an engine; raise LLM_LINK_BUSY at the deadline."""
         here = get_ident()  # an exception that was caught may keep a call of this thread
 
         def have_ended() -> bool:
@@ -211,7 +213,7 @@ class Connections:
         try:
             with self._call_ended:
                 if not self._call_ended.wait_for(have_ended, _left_ms(deadline) / 1000):
-                    raise busy(f"a call of another thread with cluster {cluster_id} goes on")
+                    raise busy(f"a call of another thread with {remote_engine} goes on")
         finally:
             self._leaving.remove(cluster_id)
 
@@ -279,9 +281,7 @@ class Connections:
                         continue  # the link is gone, and with it the peer's use of it
                 elif not self._add_frame(cluster_id, data):
                     self._peer_log.warning(
-                        "cluster %d has sent %d bytes that are not a message",
-                        cluster_id,
-                        len(data),
+                        "cluster %d has sent %d bytes that are not a message", cluster_id, len(data)
                     )
 
     def _add_frame(self, cluster_id: int, data: bytes) -> bool:
@@ -393,4 +393,4 @@ def _connect_error(error: LLMException, started: float, timeout_ms: int) -> LLME
     if code in (LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_LINK_BUSY, _NOT_LINKED):
         late = (time.monotonic() - started) * 1000 >= timeout_ms
         code = LLMStatusCode.LLM_TIMEOUT if late else LLMStatusCode.LLM_FAILED
-    return LLMException(error.args[0], status_code=code)
+    return without_frames(error, code)

@@ -102,6 +102,12 @@ class Requests:
             del self._requests[number]
         return request
 
+    def drop(self, number: int) -> None:
+        """Cancel and forget a request, if it is open."""
+        request = self._requests.pop(number, None)
+        if request is not None:
+            request.task.cancel()
+
     def numbers(self) -> list[int]:
         """Return the numbers of the open requests, oldest first."""
         return list(self._requests)
@@ -125,10 +131,12 @@ class AddressedEngine:
         where: Where,
         log: Log,
         transfers: Transfers | None = None,  # None: those of this process
+        *,
+        is_exact: bool = False,
     ) -> None:
         self.datadist = LlmDataDist(cluster_id, LlmRole.MIX, transfers=transfers)
         self.datadist.initialize(options)
-        self.connections = Connections(self.datadist, where, log)
+        self.connections = Connections(self.datadist, where, log, is_exact=is_exact)
         self.requests = Requests()
 
     def connect(self, remote_engine: str, timeout_ms: int) -> int:
@@ -165,12 +173,15 @@ class AddressedEngine:
         self, ranges: AddressRanges, remote_engine: str, operation: str, data: Any = None
     ) -> int:
         """Begin a transfer, and return the number of its request."""
-        task = self.datadist.submit(ranges)
+        number = 0
         try:
-            return self.requests.add(Request(task, ranges, remote_engine, operation, data))
-        except BaseException:  # an interrupt: no number names the request
-            task.cancel()
+            with signals_deferred:  # until the task has a number
+                task = self.datadist.submit(ranges)
+                number = self.requests.add(Request(task, ranges, remote_engine, operation, data))
+        except BaseException:  # an interrupt: no caller gets the number
+            self.requests.drop(number)
             raise
+        return number
 
     def first_address(self, cluster_id: int) -> int:
         """Return the address of the first memory that a peer has registered; 0: none."""

@@ -1,4 +1,4 @@
-"""The `kvplan` command; each subcommand is a row of COMMANDS."""
+"""The `kvplan` command. Logic that the library lacks does not belong here."""
 
 from __future__ import annotations
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
+import os
 import sys
 from importlib import resources
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import click
 
@@ -16,6 +17,7 @@ from kvplan.cli.common import STDIN, ExitCode, json_option, stdin, write_json, w
 from kvplan.planning.schema import MAX_NBYTES, read_plan
 from kvplan.planning.texts import nbytes_text, plural
 from kvplan.status import LLMException
+from kvplan.validation import open_regular
 
 if TYPE_CHECKING:
     from kvplan.planning.plan import Plan
@@ -78,7 +80,7 @@ def _read(name: str) -> bytes:
     """Return the bytes of a file, or of stdin."""
     if name == STDIN:
         return stdin("a file").read(MAX_NBYTES + 1)
-    with Path(name).open("rb") as file:
+    with os.fdopen(open_regular(name), "rb") as file:
         return file.read(MAX_NBYTES + 1)
 
 
@@ -112,8 +114,7 @@ def _checked(
         )
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            name = re.sub(r"[^\w.-]", "_", participant)
-            plan.save(folder / f"{name}.json")
+            plan.save(folder / f"{quote(participant, safe='')}.json")
     return lines, {"valid": True, "document": "reshard", "participants": facts}
 
 

@@ -24,6 +24,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 PROGRAM: Final = "kvplan"
 STDIN: Final = "-"
+NO_POOLS: Final[Any] = {"mem_pool_config": None, "host_mem_pool_config": None}  # of environments
 
 _WIDTH: Final = 200
 """Characters of a line. A narrower terminal wraps lines, as truncated numbers would be wrong."""

@@ -7,7 +7,7 @@ from typing import Final
 
 import click
 
-from kvplan.cli.common import ExitCode, Number, console, json_option, write_json
+from kvplan.cli.common import NO_POOLS, ExitCode, Number, console, json_option, write_json
 from kvplan.cli.probe import Found, Probe, Report
 from kvplan.engine.options import Options
 from kvplan.links.values import LinkStatus
@@ -69,7 +69,7 @@ def ping(
     *,
     as_json: bool,
 ) -> ExitCode:
-    """Link with the engine that listens at ADDRESS ("ip:port"), measure, and unlink.
+    """Link with the engine at ADDRESS ("ip:port" or "ipc:///path"), measure, and unlink.
 
     Prints the time of linking, the chosen transport and the reason against each preferred one.
     Below are the round trip of a control message, the caches of the peer, and the times of a small
@@ -84,6 +84,7 @@ def ping(
         accelerator="none" if device_id is None else "auto",
         device_id=device_id or 0,
         sync_kv_cache_wait_time=round(1000 * timeout),
+        **NO_POOLS,
     )
     report = Probe(address, options, round(1000 * timeout), count).run(cluster_id)
     if as_json:

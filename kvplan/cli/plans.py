@@ -24,7 +24,7 @@ from kvplan.cli.common import (
 )
 from kvplan.inspection.diff import is_equivalent
 from kvplan.planning.texts import DEFAULT_LIMIT, Format
-from kvplan.validation import open_regular
+from kvplan.validation import INT64_MAX, open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,14 +144,7 @@ def diff(old: Plan, new: Plan, html: str | None, *, as_json: bool) -> ExitCode:
     text = old.diff(new)
     if as_json:
         verdict = " ".join(text[text.rindex("verdict: ") :].split()).removeprefix("verdict: ")
-        write_json(
-            {
-                "same": same,
-                "identical": old == new,
-                "verdict": verdict,
-                "text": text,
-            }
-        )
+        write_json({"same": same, "identical": old == new, "verdict": verdict, "text": text})
     else:
         write_lines(text.splitlines())
     return ExitCode.OK if same else ExitCode.DIFFERENT
@@ -190,7 +183,11 @@ _dump = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
     "the wrong block.",
 )
 @click.option(
-    "--cache", "cache_id", type=int, metavar="ID", help="With --recording: ID of the cache."
+    "--cache",
+    "cache_id",
+    type=click.IntRange(0, INT64_MAX),
+    metavar="ID",
+    help="With --recording: ID of the cache.",
 )
 @json_option
 def replay(
@@ -236,16 +233,16 @@ def _tensors(path: Path) -> list[Any]:
     """Return the arrays of a dump, in their order."""
     import numpy as np
 
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
+        try:
             dump = np.load(file, allow_pickle=False)
             if isinstance(dump, np.ndarray):
                 raise click.ClickException(f"{path} has one array; write the tensors with np.savez")
             with dump:
                 return [dump[name] for name in dump.files]
-    except (ValueError, BadZipFile, EOFError, zlib.error):
-        # Without NumPy's text, which may advise to unpickle the file.
-        raise click.ClickException(f"{path} is not a file of np.savez, or is damaged") from None
+        except (ValueError, BadZipFile, EOFError, OSError, RuntimeError, zlib.error):
+            # Without NumPy's text, which may advise to unpickle the file.
+            raise click.ClickException(f"{path} is not a file of np.savez, or is damaged") from None
 
 
 def _difference(difference: Difference) -> dict[str, Any]:

@@ -132,9 +132,9 @@ def trace(
 ) -> ExitCode:
     """List the transfers in recordings of engines.
 
-    A FILE may still be growing; its older parts (FILE.1 and so on) are read too. A folder stands
-    for all recordings in it, for example those of KVPLAN_RECORD. Exits with 2 if a FILE cannot be
-    read. See docs/how-to/recording.md.
+    See docs/how-to/recording.md. A FILE may still be growing; its older parts (FILE.1 and so on)
+    are read too. A folder stands for all recordings in it, for example those of KVPLAN_RECORD.
+    Exits with 2 if a FILE cannot be read.
     """
     chosen = {"--tag": tag, "--cluster": cluster, "--operation": operation, "--since": since}
     chosen |= {"--failed": failed or None}
@@ -168,15 +168,12 @@ def trace(
     if perfetto is not None:
         return _export(found, perfetto, as_json=as_json)
     if as_json:
-        write_json(
-            {
-                "recordings": [
-                    {**structs.asdict(one.header), "complete": one.complete, "dropped": one.dropped}
-                    | {"rows": [_document(row) for row in rows]}
-                    for one, rows in found
-                ],
-            }
-        )
+        documents = [
+            {**structs.asdict(one.header), "complete": one.complete, "dropped": one.dropped}
+            | {"rows": [_document(row) for row in rows]}
+            for one, rows in found
+        ]
+        write_json({"recordings": documents})
         return ExitCode.OK
     for recording, rows in found:
         _list(recording, rows)
@@ -199,9 +196,10 @@ def _recordings_of(paths: Sequence[Path]) -> Iterator[Path]:
         if not path.is_dir():
             yield path
             continue
-        found = sorted(path.glob(f"*{SUFFIX}"))
+        files = sorted(path.glob(f"*{SUFFIX}"))  # a new one is empty until its first row
+        found = [file for file in files if file.stat().st_size or Path(f"{file}.1").exists()]
         if not found:
-            raise click.UsageError(f"{path} has no file *{SUFFIX}")
+            raise click.UsageError(f"{path} has no file *{SUFFIX} with a row")
         yield from found
 
 

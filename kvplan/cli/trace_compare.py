@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,8 @@ def _transfers(
     recording: Recording, name: str, recordings: Sequence[Recording]
 ) -> list[TransferRecord]:
     """Return the transfers of a request, or the transfer of a row (`#7`)."""
-    if name[:1] == "#" and name[1:].isdecimal():
-        return [transfer_at(recording, int(name[1:]))]
+    if row := re.fullmatch(r"#(\d{1,18})", name):
+        return [transfer_at(recording, int(row[1]))]
     found = _moved(recording, name)
     if not found:
         here = recording.header.cluster_id

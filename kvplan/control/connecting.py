@@ -71,7 +71,7 @@ class Server:
         """Begin to accept connections."""
         server = cls(loop, endpoint, handler)
         try:
-            where = None if endpoint.path else await loop.in_worker(_resolve, endpoint)
+            where = None if endpoint.path else (await loop.in_worker(_resolve, endpoint))[0]
             here = endpoint if where is None else Endpoint(str(where[-1][0]), endpoint.port)
             await server._take_keys(keys, here)
             if server._key is None and not here.is_loopback:
@@ -208,7 +208,7 @@ class Server:
 def warn_unauthenticated(endpoint: Endpoint, stacklevel: int) -> None:
     """Warn a caller that will listen without a key at an address that other hosts may reach."""
     with contextlib.suppress(OSError):
-        if not endpoint.is_loopback and not Endpoint(_resolve(endpoint)[-1][0]).is_loopback:
+        if not endpoint.is_loopback and not Endpoint(_resolve(endpoint)[0][-1][0]).is_loopback:
             warnings.warn(
                 f"listening on {endpoint} without a cluster key: every process that reaches it "
                 "may link, and read and overwrite the caches; make a key with 'kvplan keygen', and "
@@ -221,7 +221,7 @@ def warn_unauthenticated(endpoint: Endpoint, stacklevel: int) -> None:
 def warn_loopback_name(endpoint: Endpoint, stacklevel: int) -> None:
     """Warn a caller that will listen at a host name that only this host can reach."""
     with contextlib.suppress(OSError):
-        if endpoint.is_name and (address := Endpoint(_resolve(endpoint)[-1][0])).is_loopback:
+        if endpoint.is_name and (address := Endpoint(_resolve(endpoint)[0][-1][0])).is_loopback:
             warnings.warn(
                 f"listening on {endpoint}: {endpoint.host} resolves to {address.host} here, which "
                 "only processes of this host reach; listen at the address of a network, or correct "
@@ -231,10 +231,13 @@ def warn_loopback_name(endpoint: Endpoint, stacklevel: int) -> None:
             )
 
 
-def _resolve(endpoint: Endpoint) -> tuple[Any, ...]:
-    """Return the first result of `socket.getaddrinfo`."""
-    kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
-    return socket.getaddrinfo(endpoint.host, endpoint.port, type=kind, flags=flags)[0]
+def _resolve(endpoint: Endpoint, flags: int = socket.AI_PASSIVE) -> list[Any]:
+    """Return the results of `socket.getaddrinfo`."""
+    try:
+        kind = socket.SOCK_STREAM
+        return socket.getaddrinfo(endpoint.host, endpoint.port, type=kind, flags=flags)
+    except UnicodeError as error:  # of a label that is empty or too long
+        raise socket.gaierror(socket.EAI_NONAME, str(error)) from None
 
 
 def _is_abandoned(path: Path) -> bool:
@@ -257,10 +260,11 @@ async def connect(
     key: ClusterKey | None = None
     phase = "resolve"
     try:
-        async with asyncio.timeout(timeout_s):
+        end = asyncio.get_running_loop().time() + timeout_s
+        async with asyncio.timeout_at(end):
             addresses = await _addresses_of(loop, endpoint)
             phase = "connect"
-            stream = await _connect_any(addresses, source)
+            stream = await _connect_any(addresses, source, end)
             try:
                 phase = "authenticate"
                 address = stream.getpeername()
@@ -318,32 +322,31 @@ async def _addresses_of(loop: ControlLoop, endpoint: Endpoint) -> list[tuple[int
     """Return the families, protocols and addresses of the endpoint."""
     if endpoint.path:
         return [(socket.AF_UNIX, 0, endpoint.path)]
-    resolve = partial(socket.getaddrinfo, endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     try:
-        found: list[Any] = resolve(flags=socket.AI_NUMERICHOST)
+        found = _resolve(endpoint, socket.AI_NUMERICHOST)
     except socket.gaierror:
-        found = await loop.in_worker(resolve)
-    return list(
-        dict.fromkeys((family, protocol, address) for family, _, protocol, _, address in found)
-    )
+        found = await loop.in_worker(_resolve, endpoint, 0)
+    return list(dict.fromkeys((family, protocol, where) for family, _, protocol, _, where in found))
 
 
-async def _connect_any(addresses: list[tuple[int, int, Any]], source: str) -> socket.socket:
-    """Connect to the first address that answers."""
+async def _connect_any(addresses: list[Any], source: str, end: float) -> socket.socket:
+    """Connect to the first address that answers within its share of the time that is left."""
     loop = asyncio.get_running_loop()
     refused: dict[str, None] = {}
-    for family, protocol, address in addresses:
+    for index, (family, protocol, address) in enumerate(addresses):
+        share_s = (end - loop.time()) / (len(addresses) - index)
         stream = socket.socket(family, socket.SOCK_STREAM, protocol)
         try:
             stream.setblocking(False)
             bind_source(stream, source)
-            await loop.sock_connect(stream, address)
+            async with asyncio.timeout(share_s):
+                await loop.sock_connect(stream, address)
         except BaseException as error:
             stream.close()
             if not isinstance(error, OSError):
                 raise
             reason = os.strerror(error.errno) if error.errno else str(error)
-            refused[reason] = None
+            refused[reason or f"no answer within {share_s * 1000:.0f} ms"] = None
         else:
             return stream
     raise OSError("; ".join(refused))

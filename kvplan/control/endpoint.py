@@ -28,10 +28,10 @@ class Endpoint:
         check_type("endpoint", text, str)
         if text.startswith(IPC):
             path = text.removeprefix(IPC)
-            if not path.startswith("/") or len(path.encode()) > MAX_PATH or "\0" in path:
+            if not re.fullmatch("/[^\0\ud800-\udfff]*", path) or len(path.encode()) > MAX_PATH:
                 raise invalid(
                     f"endpoint={shown(text)}: the path must be absolute and have at most "
-                    f"{MAX_PATH} bytes"
+                    f"{MAX_PATH} bytes of Unicode text"
                 )
             return cls(path=path)
         host, colon, port = text.rpartition(":")

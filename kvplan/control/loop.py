@@ -173,8 +173,8 @@ class ControlLoop:
         self._workers = ThreadPoolExecutor(self._max_workers, f"{self._name}-worker")
         # Not a bound method, which would keep this object alive.
         resources = (loop, self._context, self._workers, self._calls)
-        self._thread = threading.Thread(target=_serve, args=resources, name=self._name)
-        self._thread.daemon = True
+        # Not `start_thread`: an interrupt while the thread starts must find it here, to stop it.
+        self._thread = threading.Thread(target=_serve, args=resources, name=self._name, daemon=True)
         self._ending = None
         self._loop = loop  # first, so that an interrupted start can be stopped
         try:

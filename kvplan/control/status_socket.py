@@ -33,10 +33,10 @@ SCHEMA_VERSION: Final = 1
 
 _PREFIX: Final = "kvplan-status-"
 _BACKLOG: Final = 16
-_SEND_S: Final = 1.0
-"""Seconds that a client has to read the document."""
+_SEND_S: Final = 1.0  # time of a client to read the document
 _RETRY_S: Final = 0.01
 """Seconds between attempts to connect to a socket whose queue is full."""
+_PAUSE_S: Final = 0.1  # before accepting again after a failure
 _MAX_NBYTES: Final = 16 << 20
 _READERS: Final = 16
 _MAX_ANSWERS: Final = 4
@@ -61,19 +61,17 @@ class StatusSocket:
 
     def start(self) -> None:
         """Listen, in the control thread. The engine continues if that fails."""
-        listener = None
+        kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
         try:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            self._listener = listener = socket.socket(socket.AF_UNIX, kind)
             listener.bind(f"\0{self._name}")
             listener.listen(_BACKLOG)
         except OSError as error:
-            if listener is not None:
-                listener.close()
+            self.leave()
             _log.warning("event=no_status_socket reason=%r", str(error))
             return
-        self._listener = listener
         _open.add(self)
-        asyncio.get_running_loop().add_reader(listener, self._accept)
+        self._resume()
         self._control.register(self)
 
     def close(self) -> None:
@@ -93,20 +91,26 @@ class StatusSocket:
             self._listener.close()
             self._listener = None
 
+    def _resume(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
     def _accept(self) -> None:
-        if self._listener is None:
-            return
-        with suppress(OSError):  # the client has closed the connection
+        assert self._listener is not None
+        try:
             connection, _ = self._listener.accept()
-            if self._answering >= _MAX_ANSWERS or peer_credentials(connection).uid not in (
-                0,
-                os.geteuid(),
-            ):
-                connection.close()
-                return
-            self._answering += 1
-            self._unanswered.add(connection)
-            self._control.start_in_worker(self._answer, connection)
+        except OSError:  # the client has gone, or no descriptor is left
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener)
+            loop.call_later(_PAUSE_S, self._resume)
+            return
+        allowed = (0, os.geteuid())  # root, and the user of this process
+        if self._answering >= _MAX_ANSWERS or peer_credentials(connection).uid not in allowed:
+            connection.close()
+            return
+        self._answering += 1
+        self._unanswered.add(connection)
+        self._control.start_in_worker(self._answer, connection)
 
     def _answer(self, connection: socket.socket) -> None:
         try:
@@ -117,7 +121,8 @@ class StatusSocket:
             with connection:
                 connection.settimeout(_SEND_S)
                 document = {"schema_version": SCHEMA_VERSION, **self._describe()}
-                connection.sendall(json.dumps(document).encode())
+                text = json.dumps(document, ensure_ascii=False)
+                connection.sendall(text.encode(errors="replace"))  # arguments may not be UTF-8
         except (OSError, LLMException):  # the client does not read, or the engine ends
             pass
         finally:
@@ -170,7 +175,9 @@ def _read(name: str, timeout_s: float) -> Answer | None:
             pid, uid = peer_credentials(connection)
             if uid != os.geteuid():  # a process of another user has taken the name
                 return None
-            document = msgspec.json.decode(_whole(connection, deadline))
+            if not (content := _whole(connection, deadline)):
+                return Answer(pid, None, f"no answer: {_MAX_ANSWERS} others ask it, or it ends")
+            document = msgspec.json.decode(content)
     except ConnectionRefusedError:  # the engine has just ended
         return None
     except TimeoutError:

@@ -32,6 +32,8 @@ _FLOATS: Final = {
     DataType.DT_DOUBLE: "<f8",
 }
 
+_SEARCHED: Final = ("layer", "kv", "head", "token")
+
 _INNER: Final = ("dim", "group", "state")
 """Axes inside a cell, which is one token in one head of the keys or values of a layer."""
 
@@ -66,6 +68,8 @@ class Coordinates:
         axes = [axis for axis in named if _is_whole(side, axis)]
         # Tensors of one layer; `parts` also counts keys and values inside one tensor.
         self.apart = part.tensors_per_layer // (side.extent("kv") if "kv" in part.split else 1)
+        # Along these axes the content can be searched elsewhere.
+        self.steps = {axis for axis in _SEARCHED if axis in axes or side.extent(axis) == 1}
         self.has_heads = "head" in axes
         self._kv_inside = side.extent("kv") > 1
         self.has_kv = self._kv_inside or (self.apart == 2 and "head" in named)

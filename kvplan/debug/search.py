@@ -92,7 +92,8 @@ class Search:
                     return f"what is expected in {places}"
                 return f"what is expected of {what}, in {places}"
         low, high = int(cells.head.min()), int(cells.head.max())
-        for shift in range(-low, side.extent("head") - high):  # only 0 without an axis of heads
+        shifts = range(-low, side.extent("head") - high) if "head" in dst.steps else ()
+        for shift in shifts:
             there = cells.offsets + shift * side.stride_of("head")
             if shift and self._is(here, self.tensor, there):
                 heads = low + shift + dst.first_head, high + shift + dst.first_head
@@ -102,6 +103,8 @@ class Search:
         for layer in range(layers):
             for piece in range(dst.parts):
                 tensor, begins = dst.tensor_of(layer, piece)
+                if begins != start and not {"layer", "kv"} <= dst.steps:
+                    continue  # layers, or keys and values, share bytes of a tensor
                 if self._is(here, tensor, cells.offsets + (begins - start)):
                     # Only keys and values have names among the tensors of a layer.
                     which = f", in dst tensor {tensor}" if dst.parts > 1 else ""
@@ -116,6 +119,8 @@ class Search:
             return []
         # Without an axis of tokens, a row counts as one token.
         orders = np.arange(len(dst.rows) * dst.tokens)
+        if "token" not in dst.steps:  # tokens share bytes: only other rows are searched
+            orders = orders[orders % dst.tokens == cells.token[0]]
         rows, tokens = dst.rows[orders // dst.tokens], orders % dst.tokens
         there = cells.offsets[0] + (rows - cells.row[0]) * side.stride
         there += (tokens - cells.token[0]) * side.stride_of("token")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvnative._backend import NativeError
 from kvplan.status import LLMException, within
 from kvplan.system.logs import Log
 
@@ -55,29 +56,26 @@ CUDA_CONTEXTS: Final = ("primary", "own")
 """Contexts of a CUDA device: the primary one, which frameworks use, or one only for kvplan."""
 
 
-def current_device(choice: str) -> int | None:
-    """Return the device that the calling thread has set current; None: no device."""
+def current_device(choice: str) -> int:
+    """Return the current device of this thread on the first accelerator with devices; else 0."""
     from kvplan.device import ascend, cuda  # loaded only if needed
 
     known: Mapping[str, tuple[Callable[[], DeviceLibrary], str]] = {
         "ascend": (ascend.load_library, "aclrtGetDevice"),
         "cuda": (cuda.load_library, "cuCtxGetDevice"),
     }
-    chosen = known if choice == "auto" else known.keys() & {choice}
-    found = (_asked(*known[name]) for name in chosen)
-    return next((number for number in found if number is not None), None)
-
-
-def _asked(load_library: Callable[[], DeviceLibrary], call: str) -> int | None:
-    try:
-        library = load_library()
-    except LLMException:
-        return None
     number = ctypes.c_int32()
-    # Opens the library that the program has loaded, in which its threads have set their devices.
-    if getattr(ctypes.CDLL(library.path), call)(ctypes.byref(number)) != 0:
-        return None
-    return number.value
+    for load_library, call in [known[name] for name in known if choice in ("auto", name)]:
+        try:
+            library = load_library()
+            has_devices = library.device_count() > 0
+        except (LLMException, NativeError):
+            continue
+        if has_devices:
+            # The library that the program has loaded, in which its threads set their devices.
+            failed = getattr(ctypes.CDLL(library.path), call)(ctypes.byref(number))
+            return 0 if failed else number.value
+    return 0
 
 
 def open_accelerator(choice: str, device_id: int, cuda: CudaOptions = _DEFAULTS) -> Device | None:

@@ -129,11 +129,11 @@ class CudaSharing:
         except ValueError as error:
             raise invalid(f"{what}: {error}") from error
         except NativeError as error:
-            failure = native_error(error, f"{what}, to be mapped for device {native.id}")
+            what += f", to be mapped for device {native.id}"
             if gpu != "hidden":
-                raise failure from error
+                raise native_error(error, what) from error
             raise unsupported(
-                f"{failure.args[0]}; CUDA_VISIBLE_DEVICES hides that GPU from this process. If "
+                f"{what}: {error}; CUDA_VISIBLE_DEVICES hides that GPU from this process. If "
                 "that is the cause, let both processes see both GPUs, and choose by "
                 "llm.DeviceId; if the two have no peer access (nvidia-smi topo -p2p r), "
                 "use kvplan.transport=tcp"

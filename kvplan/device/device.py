@@ -323,11 +323,9 @@ def find_library(what: str, override: str, load: Callable[[str | None], _L]) -> 
     Raises:
         LLMException: LLM_FEATURE_NOT_ENABLED, with the reason: nothing can be loaded.
     """
-    place = os.environ.get(override)
-    cause: NativeError | None = None
-    if place != "":
-        try:
-            return load(place)
-        except NativeError as error:
-            cause = error
-    raise unsupported(f"no {what} can be used: {cause or f'{override} is empty'}") from cause
+    if (place := os.environ.get(override)) == "":
+        raise unsupported(f"no {what} can be used: {override} is empty")
+    try:
+        return load(place)
+    except NativeError as error:
+        raise unsupported(f"no {what} can be used: {error}") from error

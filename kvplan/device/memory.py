@@ -123,7 +123,7 @@ class DeviceMemory(Revocable):
         return memory
 
     def backend(
-        self, pool: ThreadPool, direction: Direction, other: TensorMemory
+        self, pool: ThreadPool, direction: Direction, other: TensorMemory, timeout_ms: float | None
     ) -> Backend | None:
         """See `TensorMemory`.
 

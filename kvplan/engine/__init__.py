@@ -1,1 +1,4 @@
-"""LlmDataDist: one engine with its options, caches, keys, leases, notifications and transfers."""
+"""LlmDataDist: one engine with its options, caches, keys, leases, notifications and transfers.
+
+Names of serving engines and of official packages do not belong here.
+"""

@@ -18,7 +18,7 @@ from kvplan.lease import BlockLease
 from kvplan.planning.blocks import block_indices
 from kvplan.status import invalid, not_exist
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey
-from kvplan.validation import check_type
+from kvplan.validation import as_int, check_type
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -247,10 +247,10 @@ class CacheOperations(OperationRunner):
                 LLM_ENGINE_FINALIZED.
         """
         if isinstance(cache, BlockLease):
-            if copy:
+            if check_type("copy", copy, bool):
                 raise invalid(f"copy=True needs a cache of this engine; pull {cache} instead")
             return view_lease(self._running(), cache)
-        if not copy:
+        if not check_type("copy", copy, bool):
             entry = self._running().registry.resolve(cache)
             return tensor_arrays(entry.cache.cache_desc, entry.memory)
         with self._recorded("read_cache") as engine:
@@ -338,7 +338,7 @@ class CacheOperations(OperationRunner):
                 the peer does not answer; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
         if cluster_id is not None:
-            return self._peer_caches(cluster_id)
+            return self._peer_caches(as_int("cluster_id", cluster_id))
         now = time.time()
         return [
             CacheStatus(

@@ -163,8 +163,8 @@ class KeyIndex:
     def release(self, claim_id: int, tensors: range | None) -> int | None:
         """End a claim, and return the id of its cache; None: the claim is unknown.
 
-        `tensors` were pulled completely; None: the pull failed, or its tensors are unknown. A
-        request's key is removed once all tensors were pulled.
+        `tensors` were pulled completely; None: the pull failed, moved no tensor whole, or its
+        tensors are unknown. A request's key is removed once all tensors were pulled.
         """
         bound, holder = self._claims.pop(claim_id, (None, None))
         if bound is None:

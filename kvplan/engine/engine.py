@@ -155,7 +155,9 @@ class Engine:
         endpoint, advertise = self.links.endpoint, self.options.advertise
         if endpoint is None:
             return None
-        return str(Endpoint.advertised(advertise, endpoint.port) if advertise else endpoint)
+        if endpoint.path or not advertise:  # a path has no port
+            return str(endpoint)
+        return str(Endpoint.advertised(advertise, endpoint.port))
 
     def listen(self, address: str, stacklevel: int) -> None:
         """Listen only at `address` ("ip:port", port 0: any); empty: stop listening.
@@ -193,10 +195,8 @@ class Engine:
         logger.warning(
             "%s between caches that differ: src is %s; dst is %s. The bytes are copied as they are "
             "(kvplan.unlike_caches=refuse refuses this); later transfers of the pair do not warn",
-            operation,
-            part.src,
-            part.dst,
-        )
+            operation, part.src, part.dst,
+        )  # fmt: skip
 
     def remap(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Register caches again; see `remap_registered_memory`."""
@@ -260,7 +260,7 @@ def describe(engine: Engine) -> dict[str, Any]:
     return {
         "kvplan": __version__,
         "pid": os.getpid(),
-        "command": sys.argv,
+        "command": [*map(str, sys.argv)],
         "cluster_id": engine.cluster_id,
         "role": engine.role.name,
         "listen_address": engine.listen_address,

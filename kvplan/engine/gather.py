@@ -16,7 +16,7 @@ from kvplan.planning.gather import check_gather, divide
 from kvplan.planning.plan import Plan
 from kvplan.planning.planner import of_part
 from kvplan.planning.transfer import Planned, Rows, Transfer, with_leases
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, LLMStatusCode, message_of, without_frames
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
@@ -61,11 +61,11 @@ class GatherNotices:
                     self._operations.pop(link).finish(error)
                 except LLMException as failure:
                     self._error = self._error or LLMException(
-                        f"{self._operation}: {str(failure.args[0]).removeprefix('notify: ')}",
+                        f"{self._operation}: {message_of(failure).removeprefix('notify: ')}",
                         status_code=failure.status_code,
                     )
         if error is None and self._error is not None:
-            raise self._error
+            raise without_frames(self._error)
 
 
 class Several:
@@ -116,10 +116,10 @@ class Several:
                         with self._failing(operation):
                             begun.append((operation, operation.bind()))
                 for operation, prepared in begun:
-                    index = self.operations.index(operation)
-                    name = _text(operation, prepared[0])
-                    task.begin(index, name, partial(submit, operation, prepared))
+                    index, name = self.operations.index(operation), _text(operation, prepared[0])
+                    task.begin(index, name, submit, operation, prepared)
         except BaseException as error:
+            task.cancel()  # before the peers learn of it
             self.notices.finish(error)
             raise
 

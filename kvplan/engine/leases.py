@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from numbers import Real
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvnative._signals import Condition, Mutex
 from kvplan.engine.telemetry import logger
@@ -198,8 +198,10 @@ class Leases:
             ]
         if entry.side is None:
             raise invalid(f"cache={where} must be a cache of this engine that peers can reach")
-        block_indices("moves", [*moves.keys()], entry.side)
-        block_indices("moves", [*moves.values()], entry.side)
+        side = entry.side
+        old = block_indices("moves", [*moves], side).tolist()
+        new = block_indices("moves", [*moves.values()], side).tolist()
+        moves = dict(zip(old, new, strict=True))
         leases = [lease for lease in candidates if not moves.keys().isdisjoint(lease.blocks)]
         tables = [tuple([moves.get(block, block) for block in lease.blocks]) for lease in leases]
         for lease, table in zip(leases, tables, strict=True) if follow else ():
@@ -425,14 +427,14 @@ class Leases:
         return held
 
 
-def _deadline_ns(ttl_ms: object) -> int:
+def _deadline_ns(ttl_ms: Any) -> int:
     """Return the time `ttl_ms` milliseconds from now: CLOCK_MONOTONIC."""
-    if isinstance(ttl_ms, bool) or not isinstance(ttl_ms, Real):
+    is_number = isinstance(ttl_ms, Real)
+    if isinstance(ttl_ms, bool) or not is_number:
         raise TypeError(f"ttl_ms={ttl_ms!r} must be a number")
-    given = float(ttl_ms)
-    if not 0 < given <= _MAX_TTL_MS:
-        raise invalid(f"ttl_ms={given:g} must be in (0, {_MAX_TTL_MS:g}]")
-    return time.monotonic_ns() + int(given * 1e6)
+    if not 0 < ttl_ms <= _MAX_TTL_MS:
+        raise invalid(f"ttl_ms={shown(ttl_ms)} must be in (0, {_MAX_TTL_MS:g}]")
+    return time.monotonic_ns() + int(float(ttl_ms) * 1e6)
 
 
 def _check_tokens(tokens: int, num_blocks: int, side: Side) -> int:

@@ -373,4 +373,4 @@ def _checked(desc: CacheDesc, arrays: Sequence[Any] | NDArray[Any]) -> list[NDAr
                 f"arrays[{position}] has shape {array.shape} and type {array.dtype}; it must have "
                 f"shape {shape} and type {dtype}, or another type of {dtype.itemsize} bytes"
             )
-    return [*map(np.ascontiguousarray, given)]
+    return [np.ascontiguousarray(array, array.dtype.newbyteorder("=")) for array in given]

@@ -82,7 +82,6 @@ def transfers_on(
     if node == ALL_NODES:
         bound = tuple((number, kept) for number, each in usable if (kept := each & _IN_A_SET))
         return default_transfers(tuning, bound if len(bound) > 1 and _are_pages_told() else ())
-    allowed = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, usable[0][1])  # new threads inherit the affinity of this one
         return default_transfers(tuning, usable)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypedDict
@@ -12,7 +13,7 @@ from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.telemetry import error_text, log_operation, logger, status_of
 from kvplan.execution.verification import check_verifiable
 from kvplan.planning.plan import Plan
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, within
 from kvplan.validation import check_timeout, check_type, shown
 
 if TYPE_CHECKING:
@@ -209,12 +210,9 @@ class Operation:
 
     def limited(self) -> float | None:
         """Return the remaining milliseconds of a call that waits; None: no limit and no peer."""
-        limit_ms = self.timeout_ms
-        if limit_ms is None:
-            if self.link is None:
-                return None
-            limit_ms = self.timeout_ms = self.engine.wait_ms
-        return max(0.0, limit_ms - (perf_counter() - self.started) * 1000)
+        if self.timeout_ms is None and self.link is not None:
+            self.timeout_ms = self.engine.wait_ms
+        return self.left_ms()
 
     def send_notification(self) -> None:
         """Send the notification of success, if any; the default limit is that of the link."""
@@ -227,11 +225,8 @@ class Operation:
 
     def undelivered(self, error: LLMException) -> LLMException:
         """Return the error of a transfer that has arrived, but whose notification has failed."""
-        return LLMException(
-            f"{self.name}: every byte has arrived, but the notification could not be delivered: "
-            f"{error.args[0]}",
-            status_code=error.status_code,
-        )
+        what = "every byte has arrived, but the notification could not be delivered"
+        return within(f"{self.name}: {what}", error)
 
     def _send_failure(self, error: BaseException) -> None:
         """Send the notification of failure once, without waiting for the answer."""
@@ -249,14 +244,16 @@ class Operation:
         try:
             # Before the link is released: its peer must learn whether the key is consumed.
             if self.claim is not None:
-                self.claim.release(
-                    None if moved is None or len(moved.parts) > 1 else moved.part.src_tensors
-                )
+                part = None if moved is None or len(moved.parts) > 1 else moved.part
+                pulled = part.whole_src_tensors() if part else None
+                # Not `status_code`, which may be a program's own and raise.
+                is_late = getattr(error, "_status_code", None) is LLMStatusCode.LLM_TIMEOUT
+                self.claim.release(pulled, 0.0 if is_late else self.left_ms())
             if moved is not None:
                 nbytes = moved.nbytes
         finally:
             try:  # the status of a program's own error may raise
-                status = LLMStatusCode.LLM_SUCCESS if error is None else status_of(error)
+                status = status_of(error)
                 if error is not None and not status.is_failure:
                     failure = None
                 if not recorded:
@@ -311,9 +308,11 @@ def notify_moved(
     try:
         link.notify(options["notify"], left_ms)
     except LLMException as error:
-        with Operation(engine, name, tag=options.get("tag", "")) as operation:
+        operation = Operation(engine, name, tag=options.get("tag", ""))
+        with suppress(LLMException), operation:  # nothing begins once the link or engine ends
             operation.hold(link)
             raise operation.undelivered(error) from None
+        raise operation.undelivered(error) from None
 
 
 def checked(options: Mapping[str, Any], allowed: Container[str]) -> dict[str, Any]:
@@ -350,9 +349,10 @@ def check_tag(tag: str) -> None:
         raise invalid(f"tag={shown(tag)} must have at most {MAX_TAG} printable characters")
 
 
-_CHECKS: Final[Mapping[str, Callable[[Any], None]]] = {
+_CHECKS: Final[Mapping[str, Callable[[Any], object]]] = {
     "timeout_ms": check_timeout,
     "tag": check_tag,
+    "verify": lambda value: check_type("verify", value, bool),
     "notify": partial(check_notification, "notify"),
     "notify_failure": partial(check_notification, "notify_failure"),
 }

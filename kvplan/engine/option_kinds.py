@@ -6,14 +6,16 @@ import dataclasses
 import inspect
 import ipaddress
 import json
+import os
 import re
 import textwrap
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, Final, TypeVar
 
-from kvplan.control.endpoint import Endpoint
+from kvplan.control.endpoint import MAX_PATH, Endpoint
 from kvplan.engine.numa import ALL_NODES, MAX_NODE, check_choice_of_node
 from kvplan.engine.pools import PoolConfig
 from kvplan.execution.tuning import check_choice
@@ -27,6 +29,7 @@ _T = TypeVar("_T")
 INT32: Final = (-(2**31), 2**31 - 1)
 UINT32: Final = (0, UINT32_MAX)
 PORT_MAX: Final = 65535
+_MAX_DIRECTORY: Final = MAX_PATH - 19  # bytes; the name of a socket there has 18, and a "/"
 _RESOURCES = {  # keys of the global resource config with their smallest and largest value
     "channel_pool.max_channel": (1, 512),
     "comm_resource_config.listen_port": (1, PORT_MAX),
@@ -235,6 +238,25 @@ def _check_address(name: str, value: object) -> None:
         )
 
 
+def _check_path(name: str, value: object) -> str:
+    path = check_type(name, value, str)
+    with suppress(UnicodeEncodeError):
+        if b"\0" not in os.fsencode(path):
+            return path
+    raise invalid(f"{name}={shown(path)} cannot be a path: it has a NUL or a lone surrogate")
+
+
+def _check_directory(name: str, value: object) -> None:
+    path = _check_path(name, value)
+    if not path.startswith("/"):
+        raise invalid(f"{name}={shown(path)} must be an absolute path")
+    if (nbytes := len(os.fsencode(path))) > _MAX_DIRECTORY:
+        raise invalid(
+            f"{name}={shown(path)} has {nbytes} bytes; at most {_MAX_DIRECTORY} are allowed, as "
+            f"paths of sockets in it have at most {MAX_PATH}"
+        )
+
+
 def _check_advertise(name: str, value: object) -> None:
     text = check_type(name, value, str)
     if not text:
@@ -301,7 +323,8 @@ def _typed(expected: type) -> Callable[[str, Any], object]:
 
 
 TEXT: Final = Kind(_typed(str))
-PATH: Final = Kind(_typed(str), values="path")
+PATH: Final = Kind(_check_path, values="path")
+DIRECTORY: Final = Kind(_check_directory, values=f"absolute path of at most {_MAX_DIRECTORY} bytes")
 FLAG: Final = Kind(_typed(bool), _flag, "0, 1")
 JSON: Final = Kind(_check_json, values="JSON")
 RESOURCES: Final = Kind(_check_resources, values="JSON")

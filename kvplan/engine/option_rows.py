@@ -52,7 +52,7 @@ class OptionRows:
         "", kinds.ADVERTISED,
         'Address that peers link to, if it is not the one to listen at: "host", or "host:port" '
         "behind a port mapping. Needed to hand `listen_address` to peers while listening at all "
-        "addresses (0.0.0.0). Empty: the address to listen at.",
+        "addresses (0.0.0.0). Empty, and for a path: the address to listen at.",
         see="../how-to/containers.md#addresses")
     device_id: int = option(
         0, number(0, INT32[1], INT32),
@@ -228,7 +228,7 @@ class OptionRows:
         26900, number(0, PORT_MAX),
         "Port where members of a `link` meet across hosts; the device id is added.")
     comm_dir: str | None = option(
-        None, kinds.PATH,
+        None, kinds.DIRECTORY,
         "Directory where members of a `link` meet on one host. None: the user's runtime "
         "directory.")
     tuning: str | None = option(

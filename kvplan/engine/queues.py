@@ -70,7 +70,7 @@ class PollableQueue(Generic[_T]):
             timeout_ms: milliseconds, >= 0; None: until an item arrives or `finalize`.
 
         Raises:
-            ValueError: timeout_ms is < 0 or NaN.
+            TypeError, ValueError: timeout_ms is not a number, < 0 or NaN.
             LLMException: LLM_FAILED: in a forked child.
         """
         check_timeout(timeout_ms)

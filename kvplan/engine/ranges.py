@@ -154,7 +154,7 @@ class RangeOperation(Operation):
         mine = self.engine.registry.address_index()
         its: AddressIndex[Any] = mine  # of a PeerCache; of a CacheEntry inside one engine
         if link is not None:
-            its = link.address_index(writable=not pulls, ask=self.retried)
+            its = link.address_index(writable=not pulls, ask=self.retried, wait_ms=self.left_ms())
         placed, ours, theirs = _find(ranges, link, mine, its, again=self.retried)
         self.cache_id = mine.extents[placed.parts[0][0]].cache.cache.cache_id
         if not (ours if pulls else theirs).writable:
@@ -174,7 +174,7 @@ def move_ranges_now(
         or link.state is not _LINKED
         or ranges.direction != "pull"
         or not engine.moves_small
-        or engine.recorder is not None
+        or (engine.recorder is not None and not engine.recorder.ended)
         or OBSERVERS
         or logger.logger.isEnabledFor(logging.INFO)
     ):

@@ -13,7 +13,7 @@ from kvplan.engine.runner import OperationRunner
 from kvplan.lease import BlockLease
 from kvplan.status import invalid
 from kvplan.types import Cache
-from kvplan.validation import UINT64_MAX, check_type, check_width, shown
+from kvplan.validation import UINT64_MAX, check_timeout, check_type, check_width, shown
 
 if TYPE_CHECKING:
     from kvplan.links import PeerLink
@@ -46,7 +46,7 @@ class LeaseOperations(OperationRunner):
                 peers that write, and calls `on_released`: after that the blocks can belong to
                 another request. None: the lease does not expire.
             tokens: number of tokens of the request, from the first block on. A transfer without a
-                block table moves that many, and no transfer moves more. None: whole blocks.
+                block table moves that many, and no more. None: whole blocks.
 
         Raises:
             TypeError: an argument of the wrong type.
@@ -217,8 +217,7 @@ class NotificationOperations(OperationRunner):
         check_width("cluster_id", cluster_id, 0, UINT64_MAX)
         check_notification("data", data)
         check_tag(tag)
-        if timeout_ms is not None and not timeout_ms > 0:
-            raise ValueError(f"timeout_ms={timeout_ms} must be > 0 or None")
+        check_timeout(timeout_ms, positive=True)
         return Operation(self._running(), "notify", tag=tag)
 
     def notifications(self) -> Notifications:

@@ -169,7 +169,7 @@ class TransferOperation(PairOperation):
                 )
             elif pair.taken is not None:
                 part = plan_taken(
-                    pair.transfer, pair.source or 0, src.side, dst.side, pair.taken,
+                    pair.transfer, pair.source or 0, pair.src, src.side, dst.side, pair.taken,
                     by_layer=self.by_layer,
                 )  # fmt: skip
             else:
@@ -206,7 +206,6 @@ class TransferOperation(PairOperation):
             dst=structs.replace(written, cache=dst.side, slot=dst.slot),
             layers=self._layers_of(pair, src.side),
             reinterpret=given.reinterpret or self.engine.reinterpret,
-            rank=given.rank if self._is_alone else None,
         )
 
     def _kinds_of(self, pair: Pair) -> tuple[bool | None, bool, str]:
@@ -229,6 +228,9 @@ class TransferOperation(PairOperation):
     def _own(self, pair: Pair, field: Local, *, paged: bool | None, table: str = "") -> Found:
         """Return the cache of this process that a side of a pair names."""
         argument, rows = pair.argument(field), pair.src if field == "src" else pair.dst
+        if self._local == "both" and not isinstance(rows.cache, Cache):
+            kinds = mismatch(rows.cache, Cache, *(_READ if field == "src" else _WRITTEN))
+            raise TypeError(f"{argument}={shown(rows.cache)} must be {kinds}")
         entry = self.engine.registry.resolve(cast(Cache, rows.cache), argument)
         if self.cache_id < 0:
             self.cache_id = entry.cache.cache_id
@@ -256,7 +258,10 @@ class TransferOperation(PairOperation):
             self.link = link  # even if the operation only plans
         if isinstance(key, PeerTensors):
             tensors, memory = link.tensors(
-                key.addresses, key.stride or stride, paged=paged is not False
+                key.addresses,
+                key.stride or stride,
+                paged=paged is not False,
+                wait_ms=self.left_ms(),
             )
             return Found(tensors, None if tensors.paged else rows.slot, memory)
         cache, slot = self._look_up(link, argument, key, writable=writable)
@@ -277,22 +282,24 @@ class TransferOperation(PairOperation):
         self, link: PeerLink, argument: str, key: AnyCache, *, writable: bool
     ) -> tuple[PeerCache, int]:
         """Return the cache and the slot that a key names."""
+        left_ms = None if self.timeout_ms is None else self.left_ms()
         if isinstance(key, BlockLease):
             if link.latest(key) is not key:  # mostly in a plan that was made earlier
                 raise not_exist(f"{argument}={key} has moved to other blocks: plan again")
-            return link.leased(key, writable=writable), 0
+            return link.leased(key, writable=writable, wait_ms=left_ms), 0
         if isinstance(key, CacheKeyByIdAndIndex):
-            return link.cache(key, writable=writable), key.batch_index
+            return link.cache(key, writable=writable, wait_ms=left_ms), key.batch_index
         if isinstance(key, BlocksCacheKey):
-            self.speculated = self._speculative
-            return link.cache(key, writable=writable, speculative=self._speculative), 0
+            guess = self._speculative
+            self.speculated = guess
+            return link.cache(key, writable=writable, speculative=guess, wait_ms=left_ms), 0
         key = cast(CacheKey, key)
         if (key.req_id == NO_ID) is (key.prefix_id == NO_ID):
             raise invalid(f"{argument}={key} must name either a request (req_id) or a prefix")
         if not self.moves:
             return link.find(key)
-        self.claim = claim = link.claim(key)
-        return claim.cache, claim.batch_index
+        self.claim = link.claim(key, left_ms)
+        return self.claim.cache, self.claim.batch_index
 
     def _memory(self, found: Sequence[Found], *, writable: bool) -> TensorMemory:
         """Return the memory of one side; with a lease, transfers fail after the lease ends."""

@@ -127,10 +127,7 @@ def log_operation(
 
 def error_text(error: BaseException) -> str:
     """Return the text of a failure for logs and recordings."""
-    if isinstance(error, LLMException) and error.args:
-        text = str(error.args[0])
-    else:
-        text = repr(error)
+    text = str(error.args[0]) if isinstance(error, LLMException) and error.args else repr(error)
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -22,14 +22,14 @@ from kvplan.engine.ranges import AddressRanges, RangeOperation, move_ranges_now
 from kvplan.engine.resolve import TransferOperation
 from kvplan.engine.runner import OperationRunner, PlanEvent
 from kvplan.engine.shares import Pair, shares_of
-from kvplan.execution.gather_task import GatherTask, LayerGatherTask
+from kvplan.execution import LayerGatherTask
+from kvplan.execution.gather_task import GatherTask
 from kvplan.execution.memory import revocation
-from kvplan.links.renewals import NotRenewed
 from kvplan.planning.planned import check_plan
 from kvplan.planning.planner import check_transfers
 from kvplan.planning.transfer import AnyRequest, Planned, Rows, Transfer
 from kvplan.status import LLMException
-from kvplan.validation import shown
+from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
@@ -70,7 +70,7 @@ class TransferOperations(OperationRunner):
             TypeError, ValueError, LLMException: see `run`.
         """
         engine = self._running()
-        operation = _operation(engine, transfer, by_layer=by_layer)
+        operation = _operation(engine, transfer, by_layer=check_type("by_layer", by_layer, bool))
         return operation.plan() if isinstance(operation, Several) else operation.prepare()[0]
 
     def run(self, transfer: Movable, **options: Unpack[RunOptions]) -> None:
@@ -120,6 +120,7 @@ class TransferOperations(OperationRunner):
             if "after" in given:
                 operation.is_reported = False
                 task = self._submit(operation, operation.prepare())
+                task.settles_aside = False  # the operation limits its last steps itself
                 try:
                     task.wait(operation.limited())
                 except BaseException:  # even an interrupt: the caller has no task to cancel
@@ -205,8 +206,6 @@ class TransferOperations(OperationRunner):
         if engine is None or engine.inherited:
             engine = self._running()
         given = checked(options, OF_LAYERED) if options else {}
-        if isinstance(transfer, AddressRanges):
-            raise TypeError("layered takes a Transfer; AddressRanges have no layers")
         request = find_request(engine, transfer, by_layer=True)
         operation = _operation(engine, transfer, request, by_layer=True, **given)
         if isinstance(operation, Several):
@@ -220,21 +219,17 @@ class TransferOperations(OperationRunner):
         engine, operation.plan = operation.engine, plan
         if engine.reinterpret or self._hooks or operation.verify_every:
             self._look(operation, plan, src, dst)
-        while True:
-            left_ms = operation.timeout_ms  # as `operation.limited`, without a Python call
-            if left_ms is None and operation.link is not None:
-                left_ms = operation.timeout_ms = engine.wait_ms
-            if left_ms is not None:
-                left_ms = max(0.0, left_ms - (perf_counter() - operation.started) * 1000)
-            try:
-                engine.transfers.execute(plan, src, dst, left_ms, descriptors)
-                break
-            except LLMException as error:
-                if isinstance(error, NotRenewed) and operation.left_ms():
-                    continue
-                if revocation((src, dst)) or not operation.asks_again(error):
-                    raise
-                return
+        left_ms = operation.timeout_ms  # as `operation.limited`, without a Python call
+        if left_ms is None and operation.link is not None:
+            left_ms = operation.timeout_ms = engine.wait_ms
+        if left_ms is not None:
+            left_ms = max(0.0, left_ms - (perf_counter() - operation.started) * 1000)
+        try:
+            engine.transfers.execute(plan, src, dst, left_ms, descriptors)
+        except LLMException as error:
+            if revocation((src, dst)) or not operation.asks_again(error):
+                raise
+            return
         if operation.verify_every:
             operation.verify()
         operation.done = True
@@ -261,18 +256,15 @@ class TransferOperations(OperationRunner):
             engine.completion.watch(layers)
             return layers
         stream_of = None if device is None else device.stream
-        while True:
-            try:
-                task = transfers.submit(
-                    plan, src, dst, on_outcome, descriptors, operation.after, stream_of
-                )
-                break
-            except LLMException as error:
-                if isinstance(error, NotRenewed) and operation.left_ms():
-                    continue
-                if not operation.asks_again(error):
-                    raise
-                return self._submit(operation, operation.prepare())
+        try:
+            task = transfers.submit(
+                plan, src, dst, on_outcome, descriptors, operation.after, stream_of,
+                None if operation.timeout_ms is None else operation.left_ms(),
+            )  # fmt: skip
+        except LLMException as error:
+            if not operation.asks_again(error):
+                raise
+            return self._submit(operation, operation.prepare())
         try:
             operation.submitted, task.settles_aside = True, aside
             track(task)
@@ -301,6 +293,7 @@ class TransferOperations(OperationRunner):
         task = kind(several.name, notices.finish if notices.any else None)
         completion = several.engine.completion
         report = None if waits else completion.completions
+        task.settles_aside = not waits and (notices.any or several.operations[0].follows_up)
         try:
             if report is not None:
                 report.check_room()
@@ -308,7 +301,7 @@ class TransferOperations(OperationRunner):
             if waits:
                 task.wait(several.limited())
             elif report is not None or notices.any:
-                completion.track(task, report, aside=notices.any)
+                task.settle_by(partial(completion.track, report=report, aside=notices.any))
         except BaseException:  # even an interrupt: the caller has no task to cancel
             task.drop()
             raise
@@ -326,6 +319,8 @@ def _operation(
 ) -> _Operation | Several:
     """Return the operation of a transfer, or `Several`. `options` come from `checked`."""
     if isinstance(transfer, AddressRanges):
+        if by_layer:
+            raise TypeError("AddressRanges have no layers; layers move by a Transfer")
         return RangeOperation(engine, transfer, **options)
     name, transfers = "", cast("Mapping[str, Transfer | Planned]", {"": transfer})
     if isinstance(transfer, Transfer) and isinstance(transfer.src, Rows):

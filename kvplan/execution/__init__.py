@@ -4,8 +4,8 @@ This package must not import devices, transports or engines. Memory comes as `Te
 """
 
 from kvplan.execution.compute_events import ComputeEvent, ComputeStream
-from kvplan.execution.gather_task import GatherError, GatherTask, LayerGatherTask
-from kvplan.execution.layer_task import LayerProgress, LayerTask
+from kvplan.execution.gather_task import GatherError, GatherTask
+from kvplan.execution.layer_task import LayerGatherTask, LayerProgress, LayerTask
 from kvplan.execution.memory import HostMemory, Memory, TensorMemory
 from kvplan.execution.task import TransferTask
 from kvplan.execution.transfers import Transfers, default_transfers, execute, submit

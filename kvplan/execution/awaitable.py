@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
+from threading import TIMEOUT_MAX, Event
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from kvplan.status import LLMException
@@ -20,9 +23,13 @@ if TYPE_CHECKING:
 class AwaitableTask(ABC):
     """A handle whose one outcome can be waited for, awaited, or passed to a callback."""
 
+    settles_aside = False  # True: the steps after the last byte may be slow
+
     def __init__(self) -> None:
         self._is_settled = False
+        self._is_hurried = False  # True: the pool of `run_aside` does not delay the steps
         self._calls: list[Callable[[], object]] = []
+        self._pid = os.getpid()  # in a child no thread takes the steps, and locks may be held
 
     @property
     @abstractmethod
@@ -32,6 +39,9 @@ class AwaitableTask(ABC):
     @property
     def settled(self) -> bool:
         """True once `wait` would not block: the steps after the last byte are over, too."""
+        if not self._is_settled:
+            with suppress(LLMException):  # no thread is left: `wait` finds the end
+                self._follow()
         return self._is_settled
 
     @abstractmethod
@@ -50,7 +60,7 @@ class AwaitableTask(ABC):
         """Wait as `wait` does, under the name used by futures.
 
         Raises:
-            ValueError: timeout_ms is < 0 or NaN.
+            TypeError, ValueError: timeout_ms is not a number, < 0 or NaN.
             LLMException: see `wait`.
         """
         self.wait(timeout_ms)
@@ -68,35 +78,22 @@ class AwaitableTask(ABC):
         """
         import asyncio  # loaded only if a task is awaited
 
-        loop = asyncio.get_running_loop()
-        if not self._is_settled:
-            self._follow()  # may settle this task
-        if not self._is_settled:
-            ended: asyncio.Future[None] = loop.create_future()
-            call = partial(_wake, ended)
-            self.when_settled(call)
-            try:
-                await ended
-            except asyncio.CancelledError:
-                await self._cancelled(loop)
-                raise
-            finally:
-                with suppress(ValueError):  # called already
-                    self._calls.remove(call)
-        self.wait()
-
-    async def _cancelled(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Cancel without blocking the loop, and await the end, which a stopped peer may delay."""
-        import asyncio
-
         from kvplan.execution.completion import run_aside  # here: that module imports this one
 
-        run_aside(self.cancel)
-        while not self._is_settled:
-            ended = loop.create_future()
-            self.when_settled(partial(_wake, ended))
-            with suppress(asyncio.CancelledError):  # bytes may be touched until the end
-                await ended
+        loop = asyncio.get_running_loop()
+        if not self._is_settled:
+            ended = asyncio.Event()
+            call = partial(_wake, loop, ended)
+            with self._calling(call):
+                try:
+                    await ended.wait()
+                except asyncio.CancelledError:
+                    run_aside(self.cancel)  # a stopped peer may delay the end
+                    while not self._is_settled:
+                        with suppress(asyncio.CancelledError):  # bytes move until the end
+                            await ended.wait()
+                    raise
+        self.wait()
 
     def when_settled(self, call: Callable[[], object]) -> None:
         """Call `call()` once `wait` would not block: now, or later in any thread.
@@ -113,6 +110,35 @@ class AwaitableTask(ABC):
         if self._is_settled:  # after adding the call: this thread or the settling one calls it
             self._note_settled()
 
+    def _settles_by(self, end: float) -> bool:
+        """Wait until `end` for slow steps after the last byte; return False if they go on."""
+        if self._is_settled or not self.settles_aside or os.getpid() != self._pid:
+            return True
+        from kvplan.execution.completion import run_aside_now  # here: that module imports this one
+
+        settled = Event()
+        # Without a free thread, the caller takes the steps.
+        with suppress(LLMException), self._calling(settled.set):
+            if not self._is_hurried:  # stopped peers may hold all threads of the pool
+                self._is_hurried = True
+                run_aside_now(self._settle)
+            return settled.wait(min(max(0.0, end - perf_counter()), TIMEOUT_MAX))
+        return True
+
+    @contextmanager
+    def _calling(self, call: Callable[[], object]) -> Iterator[None]:
+        """Call `call()` if the task settles within the block."""
+        self.when_settled(call)
+        try:
+            yield
+        finally:
+            with suppress(ValueError):  # called already
+                self._calls.remove(call)
+
+    def _settle(self) -> None:
+        with suppress(LLMException):  # `wait` raises the error to its callers
+            self.wait()
+
     def _note_settled(self) -> None:
         self._is_settled = True
         while self._calls:
@@ -123,14 +149,9 @@ class AwaitableTask(ABC):
             call()
 
 
-def _wake(ended: asyncio.Future[None]) -> None:
+def _wake(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
     with suppress(RuntimeError):  # the loop was closed
-        ended.get_loop().call_soon_threadsafe(_end, ended)
-
-
-def _end(ended: asyncio.Future[None]) -> None:
-    if not ended.done():  # otherwise it was cancelled
-        ended.set_result(None)
+        loop.call_soon_threadsafe(ended.set)
 
 
 class NativeTask(AwaitableTask):
@@ -138,4 +159,3 @@ class NativeTask(AwaitableTask):
 
     native: Task | LayeredTask
     is_followed = False  # True: the completion thread settles this task
-    settles_aside = False  # True: the steps after the last byte may be slow

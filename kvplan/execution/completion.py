@@ -36,10 +36,11 @@ class _Aside:
         self._calls: deque[Callable[[], object]] = deque()
         self._num_threads = self._num_idle = 0
 
-    def call(self, call: Callable[[], object]) -> None:
+    def call(self, call: Callable[[], object], *, now: bool = False) -> None:
         with self._changed:
-            self._calls.append(call)
-            if len(self._calls) <= self._num_idle or self._num_threads >= _MAX_ASIDE:
+            self._calls.insert(0 if now else len(self._calls), call)
+            is_full = self._num_threads >= _MAX_ASIDE and not now
+            if len(self._calls) <= self._num_idle or is_full:
                 self._changed.notify()
                 return
             self._num_threads += 1
@@ -80,6 +81,11 @@ def run_aside(call: Callable[..., object], *args: object) -> None:
     _process.aside.call(partial(call, *args))
 
 
+def run_aside_now(call: Callable[[], object]) -> None:
+    """Run a slow call in another thread, before earlier ones, even if all threads are busy."""
+    _process.aside.call(call, now=True)
+
+
 class Report(Protocol):
     """A receiver of settled tasks."""
 
@@ -99,11 +105,7 @@ class Tracker:
         self._changed = Condition()
 
     def track(
-        self,
-        task: AwaitableTask,
-        report: Report | None = None,
-        *,
-        aside: bool = False,
+        self, task: AwaitableTask, report: Report | None = None, *, aside: bool = False
     ) -> None:
         """Settle `task` when it is done, now or later, and then put it into `report`.
 
@@ -185,11 +187,7 @@ class _Tracked:
     """A task in flight, its report, and whether settling it may be slow."""
 
     def __init__(
-        self,
-        tracker: Tracker,
-        task: AwaitableTask,
-        report: Report | None,
-        aside: bool,
+        self, tracker: Tracker, task: AwaitableTask, report: Report | None, aside: bool
     ) -> None:
         self._tracker = tracker
         self.task = task

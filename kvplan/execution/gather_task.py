@@ -9,16 +9,16 @@ from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from kvnative._backend import KVN_OK
 from kvnative._signals import Mutex
 from kvplan.execution.awaitable import AwaitableTask
-from kvplan.execution.completion import run_aside
+from kvplan.execution.completion import completion_thread, run_aside
 from kvplan.execution.task import StoppedError
-from kvplan.status import LLMException, invalid
-from kvplan.validation import as_int, check_timeout, shown
+from kvplan.status import LLMException, timed_out, without_frames
+from kvplan.validation import check_timeout
 
 if TYPE_CHECKING:
-    from kvplan.execution.compute_events import ComputeEvent, ComputeStream
-    from kvplan.execution.layer_task import LayerTask
+    from kvplan.execution.compute_events import ComputeStream
     from kvplan.execution.task import TransferTask
 
 
@@ -73,8 +73,9 @@ class GatherTask(AwaitableTask):
 
     def wait_done(self, timeout_ms: float) -> bool:
         """Wait at most `timeout_ms`, and return `done`. Does not raise the outcome."""
-        end = perf_counter() + timeout_ms / 1000
-        return all(task.wait_done(_left_ms(end)) for task in list(self.tasks.values()))
+        end = perf_counter() + float(timeout_ms) / 1000
+        tasks = list(self.tasks.values())
+        return all(task.wait_done(max(0.0, end - perf_counter()) * 1000) for task in tasks)
 
     def wait(self, timeout_ms: float | None = None) -> None:
         """Wait until all bytes of all sources have arrived and the peers were notified.
@@ -86,34 +87,39 @@ class GatherTask(AwaitableTask):
             timeout_ms: milliseconds for all sources together, >= 0; None waits forever.
 
         Raises:
-            ValueError: timeout_ms is < 0 or NaN.
+            TypeError, ValueError: timeout_ms is not a number, < 0 or NaN.
             GatherError: LLM_TIMEOUT if the time has passed, otherwise the status of a failed
                 source. Names each source that failed or was stopped.
-            LLMException: all bytes have arrived, but a peer could not be notified; or
+            LLMException: LLM_TIMEOUT if the bytes moved or failed in time, but a verification or
+                the answer of a peer is missing: `wait` can be called again;
+                all bytes have arrived, but a peer could not be notified; or
                 LLM_OUT_OF_MEMORY: the system has no thread left, and the transfer was stopped.
         """
         check_timeout(timeout_ms)
-        end = inf if timeout_ms is None else perf_counter() + timeout_ms / 1000
+        end = inf if timeout_ms is None else perf_counter() + float(timeout_ms) / 1000
         try:
             self._follow()
             for task in self.tasks.values():
-                if not task.wait_done(_left_ms(end)):  # this thread helps to copy
+                if not task.wait_done(max(0.0, end - perf_counter()) * 1000):  # copies, too
                     self._given_up = True
                     with suppress(LLMException):
                         task.wait(0)
-            errors = self._errors()
+            is_late = timeout_ms is not None and not self._given_up and not self._settles_by(end)
+            errors = {} if is_late else self._errors()
         except BaseException:
             self.drop()
             raise
+        if is_late:
+            raise self._goes_on(timeout_ms)
         failure: LLMException | None = self._failure(errors) if errors else None
         try:
             if self._on_outcome is not None:
                 self._on_outcome(failure)
         except LLMException as error:
-            failure = error
+            failure = error.with_traceback(None)
         self._note_settled()
         if failure is not None:
-            raise failure
+            raise without_frames(failure)
 
     def cancel(self, reason: LLMException | None = None) -> None:
         """Stop sources that have not ended; after this call no byte is read or written."""
@@ -138,18 +144,24 @@ class GatherTask(AwaitableTask):
         for task in list(self.tasks.values()):
             task.block_stream(stream)
 
-    def begin(self, index: int, name: str, submit: Callable[[], TransferTask]) -> None:
-        """Submit the part of a source; on an error stop the other sources.
+    def begin(
+        self, index: int, name: str, submit: Callable[..., TransferTask], *args: object
+    ) -> None:
+        """Submit the part of a source by `submit(*args)`; on an error stop the other sources.
 
         Raises:
             GatherError: the part could not be submitted.
         """
         self._names[index] = name
         try:
-            self.tasks[index] = submit()
+            self.tasks[index] = submit(*args)
         except LLMException as error:
             self._stop(StoppedError())
             raise self._failure(self._errors() | {index: error.with_traceback(None)}) from None
+
+    def settle_by(self, track: Callable[[GatherTask], None]) -> None:
+        """Call `track` with this task, so that it is settled when it ends, even if dropped."""
+        track(self)
 
     def drop(self) -> None:
         """Stop the sources that have begun, and end their operations."""
@@ -159,6 +171,8 @@ class GatherTask(AwaitableTask):
             self._on_outcome(KeyboardInterrupt())  # sends nothing to the peers
 
     def _follow(self) -> None:
+        if self.tasks and self._num_unsettled is None:
+            completion_thread()  # first, since it fails without a free thread
         with self._mutex:
             if self._num_unsettled is not None:
                 return
@@ -187,10 +201,6 @@ class GatherTask(AwaitableTask):
         else:
             self._settle()
 
-    def _settle(self) -> None:
-        with suppress(LLMException):  # `wait` raises the error to its callers
-            self.wait()
-
     def _stop(self, reason: LLMException | None) -> None:
         for task in list(self.tasks.values()):
             task.cancel(reason)
@@ -205,6 +215,14 @@ class GatherTask(AwaitableTask):
                 errors[index] = error.with_traceback(None)
         return errors
 
+    def _goes_on(self, timeout_ms: float | None) -> LLMException:
+        """Return the error of a wait that ended between the last byte and the outcome."""
+        failed = sum(task.native.report.status != KVN_OK for task in self.tasks.values())
+        what = "every byte had arrived; the transfer goes on"
+        if failed:
+            what = f"{failed} of {len(self._names)} sources had failed; `wait` again for the errors"
+        return timed_out(f"{self._operation}: {timeout_ms} ms passed when {what}")
+
     def _failure(self, errors: dict[int, LLMException]) -> GatherError:
         failed: dict[int, LLMException] = {}
         stopped: dict[int, LLMException] = {}
@@ -216,43 +234,3 @@ class GatherTask(AwaitableTask):
             parts.append(f"{names} stopped because of that")
         message = f"{self._operation}: {len(failed)} of {len(self._names)} sources failed: "
         return GatherError(message + "; ".join(parts), failed or stopped, stopped)
-
-
-class LayerGatherTask(GatherTask):
-    """The handle of a transfer of several caches or peers that moves layer by layer.
-
-    Each pair of caches has a `LayerTask` in `tasks`. Layers have the numbers of this process's
-    cache: the source or, for a pull, the destination.
-    """
-
-    tasks: dict[int, LayerTask]  # type: ignore[assignment]
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The layers that must become ready, in ascending order."""
-        return tuple(sorted({layer for task in self.tasks.values() for layer in _own_layers(task)}))
-
-    def ready(self, layer: int, event: ComputeEvent | None = None) -> None:
-        """Submit a layer that holds its final values; see `LayerTask.ready`.
-
-        Raises:
-            TypeError, LLMException: see `LayerTask.ready`.
-        """
-        if type(layer) is not int:
-            layer = as_int("layer", layer)
-        tasks = [task for task in self.tasks.values() if layer in _own_layers(task)]
-        if not tasks:
-            raise invalid(f"layer={shown(layer)} is not one of the layers {self.layers}")
-        for task in tasks:
-            task.ready(task.layers[_own_layers(task).index(layer)], event)
-
-
-def _own_layers(task: LayerTask) -> range:
-    """Return the layers of a task in the numbers of this process's cache."""
-    part = task.plan.part
-    return part.dst_layers if part.local == "dst" else part.src_layers
-
-
-def _left_ms(end: float) -> float:
-    """Return the milliseconds until `end`, at least 0."""
-    return max(0.0, (end - perf_counter()) * 1000)

@@ -6,18 +6,21 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakMethod, ref
 
-from kvnative._backend import NativeError
+from kvnative._backend import KVN_OK, NativeError
 from kvnative._layered import LAYER_DONE, LAYER_FAILED, LAYER_MOVING, LAYER_WAITING
 from kvplan.execution.completion import tracker
 from kvplan.execution.compute_events import GateOf, no_accelerator
+from kvplan.execution.gather_task import GatherTask
 from kvplan.execution.memory import HostMemory
 from kvplan.execution.task import TransferTask
 from kvplan.planning.contents import model_note
 from kvplan.planning.texts import span
-from kvplan.status import LLMException, invalid, unsupported
+from kvplan.status import LLMException, LLMStatusCode, invalid, unsupported
 from kvplan.validation import as_int, shown
 
 if TYPE_CHECKING:
@@ -71,7 +74,7 @@ class LayerTask(TransferTask):
         self._part = plan.part
         self._layers = self._part.src_layers
         _ = plan.nbytes  # computed now, to keep the last layer from waiting for the sum
-        self._on_last = [] if on_last is None else [on_last]  # popped by the thread that calls it
+        self._on_last: list[Callable[[LayerTask], object]] = [] if on_last is None else [on_last]
         self._gate_of = gate_of
         self._layered = task  # last: `__del__` cancels it
 
@@ -182,14 +185,21 @@ class LayerTask(TransferTask):
             self._notify_last()
         super()._conclude()
 
+    def _when_last(self, call: Callable[[LayerTask], object]) -> None:
+        """Call `call` with this task once no further layer can become ready."""
+        self._on_last.append(call)
+        if self._layered.sealed:
+            self._notify_last()
+
     def _notify_last(self) -> None:
         if os.getpid() != self._pid:  # a forked child: the task is its parent's
             return
-        try:
-            on_last = self._on_last.pop()
-        except IndexError:  # called already, or not given
-            return
-        on_last(self)
+        while self._on_last:
+            try:
+                call = self._on_last.pop()
+            except IndexError:  # another thread was first
+                return
+            call(self)
 
     def _missing(self) -> str:
         waiting = self.progress().waiting
@@ -212,6 +222,100 @@ class LayerTask(TransferTask):
             stacklevel=2,
             source=self,
         )
+
+
+class LayerGatherTask(GatherTask):
+    """The handle of a transfer of several caches or peers that moves layer by layer.
+
+    Each pair of caches has a `LayerTask` in `tasks`. Layers have the numbers of this process's
+    cache: the source or, for a pull, the destination.
+    """
+
+    tasks: dict[int, LayerTask]  # type: ignore[assignment]
+
+    def __init__(
+        self, operation: str, on_outcome: Callable[[BaseException | None], None] | None = None
+    ) -> None:
+        super().__init__(operation, on_outcome)
+        self._to_track: list[Callable[[GatherTask], None]] = []  # while layers are not ready
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that must become ready, in ascending order."""
+        return tuple(sorted({layer for task in self.tasks.values() for layer in _own_layers(task)}))
+
+    def ready(self, layer: int, event: ComputeEvent | None = None) -> None:
+        """Submit a layer that holds its final values; see `LayerTask.ready`.
+
+        Raises:
+            TypeError, LLMException: see `LayerTask.ready`.
+        """
+        if type(layer) is not int:
+            layer = as_int("layer", layer)
+        tasks = [task for task in self.tasks.values() if layer in _own_layers(task)]
+        if not tasks:
+            raise invalid(f"layer={shown(layer)} is not one of the layers {self.layers}")
+        for task in tasks:
+            task.ready(task.layers[_own_layers(task).index(layer)], event)
+
+    @property
+    def settled(self) -> bool:
+        """See `GatherTask.settled`. After this, too, dropping the handle cancels its tasks."""
+        return super().settled if self._is_decided() else self._is_settled
+
+    def settle_by(self, track: Callable[[GatherTask], None]) -> None:
+        """See `GatherTask.settle_by`. Until the last layer, `track` does not keep the handle."""
+        self._to_track.append(track)
+        call = partial(_call_living, WeakMethod(self._track))
+        for task in list(self.tasks.values()):
+            task._when_last(call)
+            with suppress(LLMException):  # no thread is left: `wait` finds a failure
+                task.when_settled(call)
+        self._track()
+
+    def drop(self) -> None:
+        """See `GatherTask.drop`: no caller has this task, so no queue takes it."""
+        self._to_track.clear()
+        super().drop()
+
+    def _is_decided(self) -> bool:
+        """Return True once every layer is ready, or one task has failed."""
+        natives = [task._layered for task in self.tasks.values()]
+        return all(native.sealed for native in natives) or any(
+            native.done and native.report.status != KVN_OK for native in natives
+        )
+
+    def _track(self) -> None:
+        if self._is_decided():
+            try:
+                track = self._to_track.pop()
+            except IndexError:  # another thread was first
+                return
+            track(self)
+
+    def __del__(self) -> None:
+        if not self._to_track or any(task._pid != os.getpid() for task in self.tasks.values()):
+            return
+        self._to_track.clear()  # first: a weak reference still finds this task
+        held = [ref(task) for task in self.tasks.values()]
+        self.tasks = {}  # each one is cancelled, with a warning
+        for task in [living for each in held if (living := each()) is not None]:
+            task.cancel()  # the program has it
+        if self._on_outcome is not None:
+            why = f"{self._operation}: the handle was dropped before every layer was ready"
+            self._on_outcome(LLMException(why, status_code=LLMStatusCode.LLM_CANCELLED))
+
+
+def _call_living(method: WeakMethod[Callable[[], object]], _: object = None) -> None:
+    """Call a method unless its object is gone."""
+    if (living := method()) is not None:
+        living()
+
+
+def _own_layers(task: LayerTask) -> range:
+    """Return the layers of a task in the numbers of this process's cache."""
+    part = task.plan.part
+    return part.dst_layers if part.local == "dst" else part.src_layers
 
 
 def _were(layers: Sequence[int]) -> str:

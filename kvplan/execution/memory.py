@@ -61,7 +61,7 @@ class TensorMemory(Protocol):
         """See above."""
 
     def backend(
-        self, pool: ThreadPool, direction: Direction, other: TensorMemory
+        self, pool: ThreadPool, direction: Direction, other: TensorMemory, timeout_ms: float | None
     ) -> Backend | None:
         """Return the backend that moves bytes between this memory and `other`.
 
@@ -72,13 +72,14 @@ class TensorMemory(Protocol):
             pool: the threads to copy with, if threads of the host copy.
             direction: "get": from this memory; "put": to it.
             other: the other side.
+            timeout_ms: time for a connection that reaches the memory; None: the link's default.
 
         Returns:
             The backend. None lets the other side decide; if both return None, a plain copy moves
             the bytes. Both may return one only if the source is on a device; then `dst` decides.
 
         Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: bytes cannot move between the two.
+            LLMException: LLM_FEATURE_NOT_ENABLED: bytes cannot move between the two; LLM_TIMEOUT.
             NativeError: the backend no longer exists.
         """
 
@@ -193,7 +194,9 @@ class HostMemory(Revocable):
         memory.check_mapped()
         return memory
 
-    def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> None:
+    def backend(
+        self, pool: ThreadPool, direction: Direction, other: TensorMemory, timeout_ms: float | None
+    ) -> None:
         """Return None: any backend reaches plain memory."""
 
     def check(self, tensors: range | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 from kvnative._backend import (
@@ -32,8 +33,8 @@ from kvplan.execution.compute_events import no_accelerator
 from kvplan.execution.memory import HostMemory, revocation
 from kvplan.planning.contents import source_layers_text
 from kvplan.planning.texts import nbytes_text
-from kvplan.status import LLMException, LLMStatusCode
-from kvplan.validation import shown
+from kvplan.status import LLMException, LLMStatusCode, message_of, without_frames
+from kvplan.validation import check_timeout, check_type, shown
 
 if TYPE_CHECKING:
     from kvnative._layered import LayeredTask
@@ -131,7 +132,6 @@ class TransferTask(NativeTask):
         self._is_cancelled = False
         self._reason: LLMException | None = None  # of the first `cancel`
         self._mutex = Mutex()  # re-entrant: a signal handler may wait for the task too
-        self._pid = os.getpid()  # in a child the lock may be held forever
 
     @property
     def done(self) -> bool:
@@ -155,20 +155,26 @@ class TransferTask(NativeTask):
 
         Args:
             timeout_ms: milliseconds, >= 0; None waits forever.
-            stop: True: a timeout stops the transfer. False: the transfer goes on, and `wait` can
-                be called again.
+            stop: True: a timeout stops the transfer, unless every byte has arrived. False: the
+                transfer goes on. While the transfer goes on, `wait` can be called again.
 
         Raises:
             NativeError: in a forked child, unless the outcome was found before.
-            ValueError: timeout_ms is < 0 or NaN.
+            TypeError, ValueError: timeout_ms is not a number, < 0 or NaN.
             LLMException: LLM_TIMEOUT after the timeout; otherwise the status of the failure.
                 `unconfirmed` lists the descriptors that may not have arrived; `origin` is the
                 place of the first failure.
         """
         if timeout_ms is None and self._is_settled and self._error is None:
             return
+        if timeout_ms is not None and not (type(timeout_ms) is float and timeout_ms >= 0):
+            check_timeout(timeout_ms)
+        if stop is not True:
+            check_type("stop", stop, bool)
+        end = perf_counter() + float(timeout_ms or 0) / 1000
         report = self.native.wait(timeout_ms, stop)
-        if report.status == KVN_PENDING:
+        is_late = timeout_ms is not None and report.status == KVN_OK and not self._settles_by(end)
+        if is_late or report.status == KVN_PENDING:
             raise self._goes_on(timeout_ms, report)
         self._conclude()
 
@@ -245,16 +251,18 @@ class TransferTask(NativeTask):
 
     def _conclude(self) -> None:
         if os.getpid() == self._pid:
-            self._find_outcome()
-            self._note_settled()
+            try:
+                self._find_outcome()
+            finally:
+                if self._concluded:
+                    self._note_settled()
         elif not self._concluded:
             raise NativeError(
                 f"the task belongs to process {self._pid}, which had not found its outcome when "
                 f"process {os.getpid()} was forked from it"
             )
         if self._error is not None:
-            # Without the frames of earlier calls, which hold objects.
-            raise self._error.with_traceback(None)
+            raise without_frames(self._error)
 
     def _find_outcome(self) -> None:
         with self._mutex:
@@ -269,7 +277,7 @@ class TransferTask(NativeTask):
                         if type(memory) is not HostMemory or not memory.held:
                             memory.check()
                 except LLMException as error:
-                    lost = error
+                    lost = error.with_traceback(None)
             if lost is not None or report.status != KVN_OK:
                 missing = "" if report.status == KVN_OK else self._missing()
                 self._error = failure(self.plan, report, memories, missing, lost, self._reason)
@@ -281,7 +289,7 @@ class TransferTask(NativeTask):
             try:
                 on_outcome(self._error)
             except LLMException as error:
-                self._error = self._error or error
+                self._error = self._error or without_frames(error.with_traceback(None))
             except BaseException:
                 self._error = self._error or LLMException(
                     f"{self.plan.operation} {self.plan.kind}: interrupted after the last byte"
@@ -348,7 +356,7 @@ def failure(
     # The bytes that moved may be of other memory than was registered.
     unconfirmed = ((0, plan.num_descriptors),)
     return LLMException(
-        f"{plan.operation} {plan.kind}: {lost.args[0]}; no descriptor is confirmed"
+        f"{plan.operation} {plan.kind}: {message_of(lost)}; no descriptor is confirmed"
         f"{plan.missing_text(unconfirmed)}",
         status_code=lost.status_code,
         unconfirmed=unconfirmed,
@@ -360,7 +368,7 @@ def _lost(memories: tuple[TensorMemory, TensorMemory]) -> LLMException | None:
         for memory in memories:
             memory.check()
     except LLMException as error:
-        return error
+        return error.with_traceback(None)
     return None
 
 

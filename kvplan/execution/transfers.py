@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
-from functools import cache
+from time import perf_counter
 from typing import TYPE_CHECKING, Final, Self, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -27,10 +27,11 @@ from kvplan.execution.verification import SCRATCH_NBYTES, verify
 from kvplan.planning.plan import Plan
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.limits import system_error
-from kvplan.validation import check_type
+from kvplan.validation import as_int, check_mapping, check_timeout, check_type, shown
 
 if TYPE_CHECKING:
-    from kvnative._task import Gate
+    from kvnative._layered import LayeredTask
+    from kvnative._task import Gate, Task
     from kvplan.execution.compute_events import GateOf, StreamOf
 
 _HAS_GIL: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
@@ -72,7 +73,19 @@ class Transfers:
         tuning: Tuning | None = None,
         nodes: Mapping[int, Collection[int]] | None = None,
     ) -> None:
+        if wrap is not None and not callable(wrap):
+            raise TypeError(f"wrap={shown(wrap)} must be callable, not {type(wrap).__name__}")
+        tuning = None if tuning is None else check_type("tuning", tuning, Tuning)
+        if nodes is not None:
+            check_mapping("nodes", nodes)
+            for node, processors in nodes.items():
+                as_int("a key of nodes", node)
+                if not isinstance(processors, Collection):
+                    raise TypeError(f"nodes[{node}]={shown(processors)} must be a collection")
+                for processor in processors:
+                    as_int(f"nodes[{node}]", processor)
         try:
+            threads = None if threads is None else as_int("threads", threads)
             self._pool = ThreadPool(threads, tuning, nodes)
         except (NativeError, MemoryError) as error:
             raise system_error("copying threads", error) from error
@@ -125,6 +138,7 @@ class Transfers:
         descriptors: Descriptors | None = None,
         after: Gate | None = None,
         stream_of: StreamOf | None = None,
+        timeout_ms: float | None = None,
     ) -> TransferTask:
         """Start `plan` from `src` to `dst` without waiting; small transfers are done on return.
 
@@ -134,23 +148,24 @@ class Transfers:
             descriptors: those of the plan between these memories, as made by `rows.bind`; None:
                 the plan is lowered.
             after: the gate that the transfer waits for, as made by `Device.gate`; None: no gate.
-            stream_of: as for `TransferTask`.
+            stream_of, timeout_ms: as for `TransferTask` and `TensorMemory.backend`.
 
         Raises:
-            TypeError: an argument of the wrong type.
+            TypeError, ValueError: an argument of the wrong type, or `timeout_ms` is < 0 or NaN.
             LLMException: LLM_PARAM_INVALID: memory and plan do not fit; the memory's own status if
                 it has become invalid; LLM_ENGINE_FINALIZED: after `close`; LLM_FAILED: in a forked
                 child. Nothing was copied then.
         """
-        backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
+        backend, descriptors, memories = self._prepare(plan, src, dst, descriptors, timeout_ms)
+        begun: list[Task] = []
         try:
-            task = self._executor.submit(descriptors, (plan, *memories), backend, after)
+            self._executor.submit(descriptors, (plan, *memories), backend, after, begun)
+            return TransferTask(plan, begun[0], memories, on_outcome, stream_of)
         except NativeError as error:
             raise self._unusable(error) from error
-        try:
-            return TransferTask(plan, task, memories, on_outcome, stream_of)
         except BaseException:
-            task.cancel()  # it would go on without a handle
+            for task in begun:
+                task.cancel()  # it would go on without a handle
             raise
 
     def layered(
@@ -181,14 +196,16 @@ class Transfers:
         backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
         per_pair = len(descriptors) // len(part.src_tensors)
         layer_size = part.tensors_per_layer * per_pair or 1  # any size will do for no bytes
+        begun: list[LayeredTask] = []
         try:
-            task = self._executor.layered(descriptors, layer_size, (plan, *memories), backend)
+            keep = (plan, *memories)
+            self._executor.layered(descriptors, layer_size, keep, backend, begun)
+            return LayerTask(plan, begun[0], memories, on_outcome, on_last, gate_of)
         except NativeError as error:
             raise self._unusable(error) from error
-        try:
-            return LayerTask(plan, task, memories, on_outcome, on_last, gate_of)
         except BaseException:
-            task.cancel()  # it would stay forever without a handle
+            for task in begun:
+                task.cancel()  # it would stay forever without a handle
             raise
 
     def execute(
@@ -204,11 +221,13 @@ class Transfers:
         The arguments are as for `submit` and `TransferTask.wait`.
 
         Raises:
-            TypeError, LLMException: see `submit` and `TransferTask.wait`; LLM_FAILED: `close` has
-                stopped the transfer.
-            ValueError: timeout_ms is < 0 or NaN.
+            TypeError, ValueError, LLMException: see `submit` and `TransferTask.wait`; LLM_FAILED:
+                `close` has stopped the transfer.
         """
-        backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
+        started = perf_counter()
+        backend, descriptors, memories = self._prepare(plan, src, dst, descriptors, timeout_ms)
+        if timeout_ms and backend is not None:  # whose connection may have taken its time
+            timeout_ms = _left_ms(timeout_ms, started)
         try:
             report = self._executor.run(descriptors, timeout_ms, (plan, *memories), backend)
         except NativeError as error:
@@ -220,7 +239,7 @@ class Transfers:
                     if type(memory) is not HostMemory or not memory.held:
                         memory.check()
             except LLMException as error:
-                lost = error
+                lost = error.with_traceback(None)
             else:
                 return
         elif report.status == KVN_CANCELLED:  # by `close`: only it has a handle
@@ -242,17 +261,20 @@ class Transfers:
             timeout_ms: milliseconds that the call may take.
 
         Raises:
-            TypeError: `plan` is not a plan.
+            TypeError: `plan` is not a plan, or `timeout_ms` is not a number.
+            ValueError: `timeout_ms` is < 0 or NaN.
             LLMException: LLM_FAILED: bytes differ; names the place; otherwise as for `execute`.
         """
         scratch = HostMemory.from_arrays([np.empty(SCRATCH_NBYTES, np.uint8)])
         # If both sides are in this process, plain copies read them.
         remote = dst if src.in_process else src
-        backend, descriptors, memories = self._prepare(plan, src, dst)
+        started = perf_counter()
+        backend, descriptors, memories = self._prepare(plan, src, dst, None, timeout_ms)
         if not remote.in_process:
-            backend = remote.backend(self._pool, "get", scratch)
+            backend = remote.backend(self._pool, "get", scratch, _left_ms(timeout_ms, started))
             if self._wrap is not None:
                 backend = self._wrapped_once(self._wrap, remote, backend)
+        timeout_ms = _left_ms(timeout_ms, started)
 
         def read(some: Descriptors, limit_ms: float | None) -> Report:
             return self._executor.run(some, limit_ms, (plan, *memories, scratch), backend)
@@ -269,10 +291,13 @@ class Transfers:
         src: Memory,
         dst: Memory,
         descriptors: Descriptors | None = None,
+        timeout_ms: float | None = None,
     ) -> tuple[Backend | None, Descriptors, tuple[TensorMemory, TensorMemory]]:
         """Return the backend (None: plain copies), the descriptors, and both memories."""
         if type(plan) is not Plan:
             check_type("plan", plan, Plan)
+        if timeout_ms is not None and not (type(timeout_ms) is float and timeout_ms >= 0):
+            check_timeout(timeout_ms)
         # Not isinstance, which refuses this protocol.
         source = cast(TensorMemory, src) if hasattr(src, "addresses") else memory_of("src", src)
         target = cast(TensorMemory, dst) if hasattr(dst, "addresses") else memory_of("dst", dst)
@@ -284,9 +309,9 @@ class Transfers:
         getter = putter = None
         try:
             if not isinstance(source, HostMemory):
-                getter = source.backend(self._pool, "get", target)
+                getter = source.backend(self._pool, "get", target, timeout_ms)
             if not isinstance(target, HostMemory):
-                putter = target.backend(self._pool, "put", source)
+                putter = target.backend(self._pool, "put", source, timeout_ms)
             if self._wrap is not None:
                 getter = self._wrapped_once(self._wrap, source, getter)
                 putter = self._wrapped_once(self._wrap, target, putter)
@@ -343,6 +368,13 @@ class Transfers:
         self.close()
 
 
+def _left_ms(timeout_ms: float | None, started: float) -> float | None:
+    """Return the milliseconds of a timeout that are left."""
+    if not timeout_ms:
+        return timeout_ms
+    return max(0.0, timeout_ms - (perf_counter() - started) * 1000)
+
+
 def default_transfers(tuning: str | None = None, nodes: Nodes = ()) -> Transfers:
     """Return the `Transfers` of this process, made at first use; a forked child has its own.
 
@@ -354,13 +386,15 @@ def default_transfers(tuning: str | None = None, nodes: Nodes = ()) -> Transfers
     Raises:
         LLMException: LLM_PARAM_INVALID: the tuning is invalid; see also `Transfers`.
     """
-    return _transfers_of(os.getpid(), tuning, nodes)
-
-
-@cache
-def _transfers_of(_pid: int, tuning: str | None, nodes: Nodes) -> Transfers:
+    key = os.getpid(), tuning, nodes
+    if (made := _made.get(key)) is not None:
+        return made
     chosen = choose(tuning).tuning
-    return Transfers(tuning=chosen, nodes=dict(nodes) if 1 < len(nodes) <= chosen.threads else None)
+    spread = dict(nodes) if 1 < len(nodes) <= chosen.threads else None
+    return _made.setdefault(key, Transfers(tuning=chosen, nodes=spread))  # the first of any threads
+
+
+_made: dict[tuple[int, str | None, Nodes], Transfers] = {}
 
 
 def submit(plan: Plan, src: Memory, dst: Memory) -> TransferTask:

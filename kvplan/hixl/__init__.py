@@ -1,6 +1,7 @@
 """The Python interface of HIXL over kvplan's engine: memory by addresses, engines by names.
 
 Programs import this package as `hixl` under `python -m kvplan.run` if no other hixl is installed.
+This room only checks and converts: logic of transfers does not belong here.
 """
 
 from kvnative._ranges import TransferOpDesc

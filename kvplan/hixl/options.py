@@ -124,7 +124,7 @@ def read(local_engine: str, options: Mapping[str, str]) -> Settings:
         engine = replace(engine, listen_ip_info=str(listen))
     if "device_id" not in {SPELLINGS[key].field for key in texts} | configured().keys():
         # As in the original: the current device of the program.
-        engine = replace(engine, device_id=current_device(engine.accelerator) or 0)
+        engine = replace(engine, device_id=current_device(engine.accelerator))
     resources = engine.global_resource_config
     return Settings(
         name=local_engine,

@@ -191,6 +191,7 @@ class _Drawing:
         self.part, self.y = part, y
         self.lines: list[str] = []
         self.bands = Bands(part)
+        self.has_boxes = len(self.bands) <= MAX_RIBBONS
         self.step = -(-len(self.bands) // MAX_LINES) or 1
         self.axes = [
             _Axis(side, parts, slice(None, None, self.step))
@@ -208,8 +209,9 @@ class _Drawing:
         self.y += 12
         self._tracks()
         label = _LABELS.get(self.bands.labelled_by, "order")
-        has_boxes = len(self.bands) <= MAX_RIBBONS
-        legend = f"and number in a box: {label}" if has_boxes else "from blue to red: the request"
+        legend = (
+            f"and number in a box: {label}" if self.has_boxes else "from blue to red: the request"
+        )
         self._text(MARGIN, 6, f"colour {legend}", "soft")
         if part.src_layers:
             count = len(part.src_layers)
@@ -265,7 +267,7 @@ class _Drawing:
         bottom = top + TRACK + SPAN
         for axis, y in zip(self.axes, (top, bottom), strict=True):
             self._bed(axis, y)
-        if len(self.bands) <= MAX_RIBBONS:
+        if self.has_boxes:
             self._ribbons(top, bottom)
         else:
             self._many_lines(top, bottom)

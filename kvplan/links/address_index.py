@@ -56,8 +56,8 @@ class AddressIndex(Generic[_Cache]):
         pieces: The same memory as disjoint pieces, for native code.
     """
 
-    def __init__(self, who: str, extents: Iterable[Extent[_Cache]]) -> None:
-        self._who = who
+    def __init__(self, who: str, extents: Iterable[Extent[_Cache]], how: str = "") -> None:
+        self._whose = f"{who} has registered{how}"
         self.extents = sorted(
             (extent for extent in extents if extent.nbytes), key=lambda extent: extent[:2]
         )
@@ -98,15 +98,15 @@ class AddressIndex(Generic[_Cache]):
         return Cut(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
 
     def _missing(self, which: str, missing: int) -> LLMException:
-        text = f"{which}: the byte at {missing:#x} is in no memory that {self._who}"
+        text = f"{which}: the byte at {missing:#x} is in no memory that {self._whose}"
         if not self.extents:
-            return not_exist(f"{text} has registered: it has no memory")
+            return not_exist(f"{text}: it has no such memory")
         nearest = min(self.extents, key=lambda extent: _distance(extent, missing))
         start, end = nearest.address, nearest.address + nearest.nbytes
         away = _distance(nearest, missing)
         where = "above the end" if missing >= end else "below the beginning"
         return not_exist(
-            f"{text} has registered; the nearest is [{start:#x}, {end:#x}), and the byte is {away} "
+            f"{text}; the nearest is [{start:#x}, {end:#x}), and the byte is {away} "
             f"{'byte' if away == 1 else 'bytes'} {where} of it"
         )
 

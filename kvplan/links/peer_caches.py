@@ -58,8 +58,8 @@ class PeerCaches(LinkLifecycle, ABC):
         ] = {}
 
     @abstractmethod
-    def sync(self) -> None:
-        """Synchronize with the peer's cache table."""
+    def sync(self, wait_ms: float | None = None) -> None:
+        """Synchronize with the peer's cache table; `wait_ms` None: within SyncKvCacheWaitTime."""
 
     def cache(
         self,
@@ -67,6 +67,7 @@ class PeerCaches(LinkLifecycle, ABC):
         *,
         writable: bool = False,
         speculative: bool = False,
+        wait_ms: float | None = None,
     ) -> PeerCache:
         """Return the cache that `index` names, after a `sync` if it is unknown or may be freed."""
         is_key = isinstance(index, BlocksCacheKey)
@@ -81,7 +82,7 @@ class PeerCaches(LinkLifecycle, ABC):
             # The index names this cache even if it was freed; the transfer may detect that itself.
             else writable and self.asks_before_writes
         ):
-            self.sync()
+            self.sync(wait_ms)
             found = offered.get(wanted)
         if found is not None:
             return found
@@ -95,10 +96,12 @@ class PeerCaches(LinkLifecycle, ABC):
         """Return all published caches of the peer."""
         return self._table.caches()
 
-    def address_index(self, *, writable: bool, ask: bool = False) -> AddressIndex[PeerCache]:
+    def address_index(
+        self, *, writable: bool, ask: bool = False, wait_ms: float | None = None
+    ) -> AddressIndex[PeerCache]:
         """Return the index of the peer's caches by address."""
         if ask or (writable and self.asks_before_writes):
-            self.sync()
+            self.sync(wait_ms)
         return self._table.address_index(writable=writable)
 
     def _may_be_freed(self, cache: PeerCache, *, speculative: bool = False) -> bool:
@@ -120,12 +123,14 @@ class PeerCaches(LinkLifecycle, ABC):
         is_later = latest is not None and latest.replaces(lease)
         return latest if latest is not None and is_later else lease
 
-    def leased(self, lease: BlockLease, *, writable: bool = False) -> PeerCache:
+    def leased(
+        self, lease: BlockLease, *, writable: bool = False, wait_ms: float | None = None
+    ) -> PeerCache:
         """Return the cache that `lease` names."""
         if lease.instance != self.instance:
             raise not_exist(f"{lease} has ended: cluster {self.cluster_id} was restarted since")
         found = None if writable else self._table.by_id.get(lease.cache_id)
-        return self.cache(lease, writable=writable) if found is None else found
+        return found or self.cache(lease, writable=writable, wait_ms=wait_ms)
 
     def memory(self, cache: PeerCache, *, writable: bool) -> PeerMemory:
         """Return the tensors of `cache` as a side of a transfer."""
@@ -188,7 +193,7 @@ class PeerCaches(LinkLifecycle, ABC):
         return known[1]
 
     def tensors(
-        self, addresses: Sequence[int], stride: int, *, paged: bool
+        self, addresses: Sequence[int], stride: int, *, paged: bool, wait_ms: float | None = None
     ) -> tuple[Side, TensorMemory]:
         """Return the peer's tensors at `addresses`, to be written in rows of `stride` bytes.
 
@@ -197,7 +202,7 @@ class PeerCaches(LinkLifecycle, ABC):
         """
         known = find_by_address(self._table.caches(), addresses)
         if known is None or self._may_be_freed(known.cache):
-            self.sync()
+            self.sync(wait_ms)
             known = find_by_address(self._table.caches(), addresses)
         if known is None:
             raise no_cache_at(self._table.caches(), str(self), addresses)

@@ -16,7 +16,7 @@ from kvplan.control.notifying import Notifier
 from kvplan.links.peer_caches import PeerCaches
 from kvplan.links.peer_table import PeerCache
 from kvplan.links.values import LinkStatus
-from kvplan.status import LLMException, LLMStatusCode, link_failed, timed_out
+from kvplan.status import LLMException, LLMStatusCode, link_failed, message_of, timed_out
 from kvplan.system.logs import Log
 from kvplan.types import CacheKey, LlmRole
 
@@ -55,10 +55,10 @@ class PeerClaim:
         self.cache = cache
         self.batch_index = batch_index
 
-    def release(self, tensors: range | None) -> None:
-        """End the claim. `tensors` were all pulled and confirmed; None means a failed pull."""
+    def release(self, tensors: range | None, timeout_ms: float | None = None) -> None:
+        """End the claim. `tensors` were pulled whole and confirmed; None: no such tensor."""
         pulled = None if tensors is None else (tensors.start, tensors.stop)
-        self._claims.release(self._channel, Release(self._claim_id, pulled))
+        self._claims.release(self._channel, Release(self._claim_id, pulled), timeout_ms)
 
 
 class Claims:
@@ -81,9 +81,9 @@ class Claims:
         # Repeat one at a time: a peer that was stopped would refuse the whole backlog.
         self._retrying = asyncio.Lock()
 
-    async def claim(self, channel: Channel, claim: Claim) -> Found:
+    async def claim(self, channel: Channel, claim: Claim, wait_s: float) -> Found:
         """Request a claim, and release it again if the caller no longer waits for it."""
-        async with asyncio.timeout(self._wait_s):
+        async with asyncio.timeout(wait_s):
             await self._slots.acquire()
             granting = asyncio.create_task(channel.typed_request(claim, Found, math.inf))
             granting.add_done_callback(lambda _: self._slots.release())
@@ -95,32 +95,31 @@ class Claims:
                 late.add_done_callback(self._late.discard)
                 raise
 
-    def release(self, channel: Channel, release: Release) -> None:
-        """Release a claim and wait at most `wait_s`. Must not run in the control thread."""
+    def release(self, channel: Channel, release: Release, timeout_ms: float | None = None) -> None:
+        """Release a claim; wait at most `timeout_ms`. Must not run in the control thread."""
+        wait_s = self._wait_s if timeout_ms is None else min(self._wait_s, timeout_ms / 1000)
         try:
             self._control.call_soon(self._begin, channel, release)
-            is_confirmed = self._control.run(self._wait_confirmed(release))
+            if wait_s and not self._control.run(self._wait_confirmed(release, wait_s)):
+                self._warn(release, f"no answer within {wait_s * 1000:g} ms; it is sent again")
         except LLMException as error:
             self._warn(release, str(error))
-        else:
-            if not is_confirmed:
-                why = f"no answer within {self._wait_s * 1000:g} ms; it is sent again"
-                self._warn(release, why)
 
     async def _release_late(self, channel: Channel, granting: asyncio.Task[Found]) -> None:
         with suppress(LLMException, ChannelClosed):
             self._begin(channel, Release((await granting).claim_id, None))
 
     def _begin(self, channel: Channel, release: Release) -> None:
+        if release.claim_id in self._releasing:  # an interrupt ended the wait of the first call
+            return
         self._link.add_pending_release(release.claim_id)
         releasing = asyncio.create_task(self._send(channel, release))
         self._releasing[release.claim_id] = releasing
         releasing.add_done_callback(lambda _: self._ended(release))
 
-    async def _wait_confirmed(self, release: Release) -> bool:
-        releasing = self._releasing.get(release.claim_id)
-        if releasing is not None:
-            await asyncio.wait([releasing], timeout=self._wait_s)
+    async def _wait_confirmed(self, release: Release, wait_s: float) -> bool:
+        if (releasing := self._releasing.get(release.claim_id)) is not None:
+            await asyncio.wait([releasing], timeout=wait_s)
         return releasing is None or releasing.done()
 
     def _ended(self, release: Release) -> None:
@@ -189,27 +188,28 @@ class PeerLink(PeerCaches):
     def __str__(self) -> str:
         return f"cluster {self.cluster_id}"
 
-    def sync(self) -> None:
-        """Synchronize with the peer's cache table."""
-        self._request(Sync(), Synced)
+    def sync(self, wait_ms: float | None = None) -> None:
+        """See `PeerCaches.sync`."""
+        self._request(Sync(), Synced, wait_ms)
 
     def find(self, key: CacheKey) -> tuple[PeerCache, int]:
         """Return the peer's cache and batch index for `key`."""
-        found = self._request(Find(key.req_id, key.prefix_id, key.model_id), Found)
+        found = self._request(Find(key.req_id, key.prefix_id, key.model_id), Found, None)
         return self._cache_of(found), found.batch_index
 
-    def claim(self, key: CacheKey) -> PeerClaim:
+    def claim(self, key: CacheKey, wait_ms: float | None = None) -> PeerClaim:
         """Find `key` and claim it: its cache stays until the claim is released."""
         claim = Claim(key.req_id, key.prefix_id, key.model_id)
         channel = self._live_channel()
-        found = self._wait_for(self._claims.claim(channel, claim))
+        wait_s = self._seconds(wait_ms)
+        found = self._wait_for(self._claims.claim(channel, claim, wait_s), wait_s)
         cache = self._cache_of(found)
         return PeerClaim(self._claims, channel, found.claim_id, cache, found.batch_index)
 
     def notify(self, data: bytes, timeout_ms: float | None = None) -> None:
         """Send a notification, and wait until the peer's engine has it."""
         if not self.notifier.send_directly(data):
-            timeout_s = self.wait_s if timeout_ms is None else timeout_ms / 1000
+            timeout_s = self._seconds(timeout_ms)
             sending = self.notifier.send(self._live_channel(), data, timeout_s)
             self._wait_for(sending, timeout_s, _MAY_HAVE_ARRIVED)
 
@@ -217,7 +217,7 @@ class PeerLink(PeerCaches):
         """Send a notification from a coroutine of another loop. Notifications keep their order."""
         if self.notifier.send_directly(data):
             return
-        timeout_s = self.wait_s if timeout_ms is None else timeout_ms / 1000
+        timeout_s = self._seconds(timeout_ms)
         sending = self.notifier.send(self._live_channel(), data, timeout_s)
         token = self.notifier.defer()  # before the control thread begins to send
         settle: Callable[[object], None] = self.notifier.settle
@@ -251,7 +251,7 @@ class PeerLink(PeerCaches):
             for made in connecting.result().values():
                 made.check()
         except LLMException as error:
-            return str(error.args[0])
+            return message_of(error)
         return ""
 
     def status(self) -> LinkStatus:
@@ -276,37 +276,41 @@ class PeerLink(PeerCaches):
             last_error=self.last_error,
         )
 
-    def _request(self, body: Body, expected: type[_Reply]) -> _Reply:
-        return self._wait_for(self._send(self._live_channel(), body, expected))
+    def _seconds(self, timeout_ms: float | None) -> float:
+        return self.wait_s if timeout_ms is None else timeout_ms / 1000
 
-    async def _send(self, channel: Channel, body: Body, expected: type[_Reply]) -> _Reply:
-        async with asyncio.timeout(self.wait_s), self._slots:
-            return await channel.typed_request(body, expected, self.wait_s)
+    def _request(self, body: Body, expected: type[_Reply], wait_ms: float | None = None) -> _Reply:
+        channel = self._live_channel()
+        wait_s = self._seconds(wait_ms)
+        return self._wait_for(self._send(channel, body, expected, wait_s), wait_s)
+
+    async def _send(
+        self, channel: Channel, body: Body, expected: type[_Reply], wait_s: float
+    ) -> _Reply:
+        async with asyncio.timeout(wait_s), self._slots:
+            return await channel.typed_request(body, expected, wait_s)
 
     def _live_channel(self) -> Channel:
         if self.channel is None or not self.is_live:
             raise self.refusal()
         return self.channel
 
-    def _wait_for(
-        self, reply: Coroutine[Any, Any, _T], timeout_s: float | None = None, effect: str = ""
-    ) -> _T:
+    def _wait_for(self, reply: Coroutine[Any, Any, _T], timeout_s: float, effect: str = "") -> _T:
         """Run a request in the control thread. If no reply comes, the error explains why."""
         try:
             return self._control.run(reply)
         except TimeoutError:
-            raise self._late(self.wait_s if timeout_s is None else timeout_s, effect) from None
+            raise self._late(timeout_s, effect) from None
         except ChannelClosed as error:
             raise self._ended(error, effect) from error
 
     def _late(self, timeout_s: float, effect: str) -> LLMException:
-        return timed_out(
-            f"cluster {self.cluster_id} has not answered within {timeout_s * 1000:g} ms{effect}"
-        )
+        ms = round(timeout_s * 1000, 1)
+        return timed_out(f"cluster {self.cluster_id} has not answered within {ms:g} ms{effect}")
 
     def _ended(self, error: ChannelClosed, effect: str) -> LLMException:
         if self.is_live:
             why = link_failed(f"the link to cluster {self.cluster_id} has ended: {error}")
         else:
             why = self.refusal()
-        return link_failed(f"{why.args[0]}{effect}") if effect else why
+        return link_failed(f"{message_of(why)}{effect}") if effect else why

@@ -18,7 +18,7 @@ from kvplan.types import CacheDesc, Placement
 MAX_CACHES = 65536
 """Maximum number of caches of one peer."""
 
-MAX_LEASES = 1 << 17
+MAX_MOVED_LEASES = 1 << 17
 """Maximum number of moved leases of one peer, as many as a transport can have."""
 
 MAX_NBYTES = 256 << 20
@@ -165,12 +165,12 @@ class PeerTable:
             self._nbytes += lease.nbytes
         if (
             len(self.by_id) > MAX_CACHES
-            or len(self.leases) > MAX_LEASES
+            or len(self.leases) > MAX_MOVED_LEASES
             or self._nbytes > MAX_NBYTES
         ):
             raise invalid(
                 f"the peer offers {len(self.by_id)} caches and has moved {len(self.leases)} "
-                f"leases, of {self._nbytes} bytes; at most {MAX_CACHES} caches, {MAX_LEASES} "
+                f"leases, of {self._nbytes} bytes; at most {MAX_CACHES} caches, {MAX_MOVED_LEASES} "
                 f"leases and {MAX_NBYTES} bytes are allowed"
             )
         self.version = table.version
@@ -193,7 +193,8 @@ class PeerTable:
             if cache.writable or not writable
             for tensor, address in enumerate(cache.addresses)
         )
-        index = AddressIndex(f"cluster {self._cluster_id}", extents)
+        how = " as writable" if writable else ""
+        index = AddressIndex(f"cluster {self._cluster_id}", extents, how)
         self._indices[writable] = version, index
         return index
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -21,7 +22,7 @@ from kvplan.links.peer_link import PeerLink
 from kvplan.links.transitions import Transitions, Unlinker
 from kvplan.links.values import LinkState
 from kvplan.planning.texts import plural
-from kvplan.status import LLMException, LLMStatusCode, invalid, link_failed, not_linked
+from kvplan.status import LLMException, LLMStatusCode, invalid, link_failed, message_of, not_linked
 from kvplan.system.logs import Log
 from kvplan.system.users import check_above, private_directory, runtime_directory
 from kvplan.validation import UINT32_MAX, UINT64_MAX, check_mapping, check_type, check_width, shown
@@ -192,6 +193,8 @@ class Rendezvous:
         """Begin to link all members, including this engine, and return the communicator's id."""
         if not 1 <= len(check_type("comm_name", comm_name, str)) <= 127:
             raise invalid(f"comm_name has {len(comm_name)} characters; [1, 127] are allowed")
+        if re.search("[\ud800-\udfff]", comm_name):
+            raise invalid(f"comm_name={shown(comm_name)} is not Unicode text")
         for other in self._communicators.values():
             if other.name == comm_name:
                 raise invalid(f"comm_name={comm_name!r} is linked already: {other.comm_id}")
@@ -256,22 +259,23 @@ class Rendezvous:
         others = sorted(set(comm.members) - {self._engine.cluster_id})
         pairs: list[asyncio.Task[None]] = []
         try:
-            async with asyncio.timeout(total_s):
-                await self._listen(comm, filter(self._listens_for, others))
-                pairs = [asyncio.create_task(self._pair(comm, member)) for member in others]
-                await asyncio.gather(*pairs)
-        except TimeoutError:
-            missing = [member for member in others if not comm.arrived[member].is_set()]
-            errors = [
-                str(e.args[0]) for member in missing if (e := self._transitions.errors.get(member))
-            ]
-            reasons = [*(self._waited_for(comm, member) for member in missing), *errors]
-            if any(self._meeting_point(comm, member).path for member in missing):
-                reasons.append(_OTHER_CONTAINERS)
-            reason = f"clusters {missing} have not linked within {total_s:g} s"
-            self._conclude(comm, f"{reason}: {'; '.join(reasons)}")
-        except LLMException as error:
-            self._conclude(comm, str(error.args[0]))
+            try:
+                async with asyncio.timeout(total_s):
+                    await self._listen(comm, filter(self._listens_for, others))
+                    pairs = [asyncio.create_task(self._pair(comm, member)) for member in others]
+                    await asyncio.gather(*pairs)
+            except TimeoutError:
+                missing = [member for member in others if not comm.arrived[member].is_set()]
+                reasons = [self._waited_for(comm, member) for member in missing]
+                known = map(self._transitions.errors.get, missing)
+                reasons += [message_of(error) for error in known if error is not None]
+                if any(self._meeting_point(comm, member).path for member in missing):
+                    reasons.append(_OTHER_CONTAINERS)
+                reason = f"clusters {missing} have not linked within {total_s:g} s"
+                raise link_failed(f"{reason}: {'; '.join(reasons)}") from None
+        except Exception as error:  # of any kind: PREPARING must end
+            reason = message_of(error) if isinstance(error, LLMException) else ""
+            self._conclude(comm, reason or repr(error))
         else:
             self._conclude(comm)
         finally:
@@ -360,13 +364,9 @@ class Rendezvous:
             self._transitions.note_error(cluster_id, why)
         _LOG.log(
             logging.WARNING if failure else logging.INFO,
-            "comm cluster=%d comm_id=%d name=%r state=%s%s",
-            self._engine.cluster_id,
-            comm.comm_id,
-            comm.name,
-            comm.status.name,
-            f" reason={failure!r}" if failure else "",
-        )
+            "comm cluster=%d comm_id=%d name=%r state=%s%s", self._engine.cluster_id,
+            comm.comm_id, comm.name, comm.status.name, f" reason={failure!r}" if failure else "",
+        )  # fmt: skip
 
 
 def meeting_point(
@@ -374,9 +374,9 @@ def meeting_point(
 ) -> Endpoint:
     """Return where `cluster_id` at location `there` listens for a member at location `here`."""
     if here.server_id == there.server_id:
-        # A name may be long and have any characters, but the path of a socket must be short.
-        name = hashlib.sha256(comm_name.encode()).hexdigest()[:16]
-        return Endpoint(path=str(socket_directory(options.comm_dir) / f"{name}-{cluster_id}"))
+        # Names and ids may be long, but the path of a socket must be short: see _MAX_DIRECTORY.
+        name = hashlib.sha256(f"{cluster_id} {comm_name}".encode()).hexdigest()[:18]
+        return Endpoint(path=str(socket_directory(options.comm_dir) / name))
     return Endpoint(there.server_id, options.comm_port + there.device_id)
 
 
@@ -384,13 +384,22 @@ def exposed_point(
     cluster_id: int, members: Mapping[int, Location], options: LinkOptions
 ) -> Endpoint | None:
     """Return where `cluster_id` listens for members on other hosts, or None."""
+    # Of two members on different hosts, the one with the lower cluster id listens.
+    exposed = {
+        member
+        for member, at in members.items()
+        if any(above > member and at.server_id != members[above].server_id for above in members)
+    }
+    highest = max((members[member].device_id for member in exposed), default=0)
+    max_device_id = 65535 - options.comm_port
+    if highest > max_device_id:
+        raise invalid(
+            f"rank_table: device_id={highest} is out of range [0, {max_device_id}]: members on "
+            f"other hosts meet at port comm_port={options.comm_port} + device_id"
+        )
     here = members[cluster_id]
-    if any(
-        member > cluster_id and there.server_id != here.server_id
-        for member, there in members.items()
-    ):
-        return Endpoint(here.server_id, options.comm_port + here.device_id)
-    return None
+    is_exposed = cluster_id in exposed
+    return Endpoint(here.server_id, options.comm_port + here.device_id) if is_exposed else None
 
 
 def socket_directory(comm_dir: str | None) -> Path:

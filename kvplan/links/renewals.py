@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import MAX_TEXT, Body, Renew, Renewed, Unused
-from kvplan.status import LLMException, LLMStatusCode, link_failed
+from kvplan.status import LLMException, link_failed, timed_out
 from kvplan.system.logs import LimitedLog, Log
 
 if TYPE_CHECKING:
@@ -26,10 +26,6 @@ _LOG = Log("kvplan")
 _PEER_LOG = LimitedLog(_LOG)
 _MAX_ATTEMPTS = 4  # at a time, without abandoned ones
 _RENEWAL_S = 30.0  # for the peer to join, and to connect; a caller waits at most `wait_s`
-
-
-class NotRenewed(LLMException):
-    """LLM_TIMEOUT of a renewal that continues. Nothing has moved."""
 
 
 class _Attempt:
@@ -71,16 +67,19 @@ class Renewals:
         renewable.request_renewal = self.request
         renewable.notify_unused = self.notify_unused
 
-    def request(self) -> None:
-        """Renew the connection, and wait for the result; raise NotRenewed."""
+    def request(self, timeout_ms: float | None) -> None:
+        """Renew the connection, and wait for the result; after LLM_TIMEOUT the renewal continues.
+
+        The link limits a wait without timeout.
+        """
+        timeout_s = self._wait_s if timeout_ms is None else timeout_ms / 1000
         try:
-            self._control.run(self._renew())
+            self._control.run(self._renew(timeout_s))
         except TimeoutError:
-            raise NotRenewed(
+            raise timed_out(
                 f"the connection to cluster {self._link.cluster_id} was not renewed in time (an "
                 "error has disturbed it, or memory was registered later); the renewal continues: "
-                "try again",
-                status_code=LLMStatusCode.LLM_TIMEOUT,
+                "try again"
             ) from None
 
     def notify_unused(self, generation: int) -> None:
@@ -111,12 +110,12 @@ class Renewals:
         for attempt in list(self._attempts.values()):
             self._fail(attempt, self._link.refusal())
 
-    async def _renew(self) -> None:
+    async def _renew(self, timeout_s: float) -> None:
         if not self._link.is_live or self._ended:
             raise self._link.refusal()
         # Join a renewal in progress. If it lacks newer memory, the caller renews again.
         attempt = self._attempts.get(self._highest) or self._begin(self._highest + 1)
-        async with asyncio.timeout(self._wait_s):
+        async with asyncio.timeout(timeout_s):
             await asyncio.shield(attempt.outcome)
 
     def _peer_begins(self, generation: int, metadata: bytes) -> None:

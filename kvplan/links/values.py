@@ -11,7 +11,7 @@ from types import UnionType
 from typing import Self
 
 from kvplan.control.endpoint import Endpoint
-from kvplan.status import LLMException, LLMStatusCode, invalid, link_failed
+from kvplan.status import LLMException, LLMStatusCode, invalid, link_failed, without_frames
 from kvplan.types import LlmRole
 from kvplan.validation import UINT64_MAX, check_type, check_width, shown, take_ints
 
@@ -40,7 +40,7 @@ class IpInfo:
 
 
 Address = str | IpInfo
-"""An address as text, `"ip:port"`, or as an `IpInfo`."""
+"""An address as text, `"ip:port"` or `"ipc:///path"`, or as an `IpInfo`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,10 @@ class ClusterInfo:
         if len(remote) != 1:
             raise invalid(
                 f"remote of cluster {self.remote_cluster_id} has {len(remote)} addresses; "
-                'exactly one "ip:port" is needed to link'
+                'exactly one "ip:port" or "ipc:///path" is needed to link'
             )
         endpoint = Endpoint.parse(str(remote[0]))
-        if endpoint.port == 0:
+        if endpoint.port == 0 and not endpoint.path:
             raise invalid(f"remote={endpoint}: port 0 cannot be linked to")
         if endpoint.is_wildcard:
             raise invalid(
@@ -97,10 +97,14 @@ def _addresses(name: str, given: object) -> tuple[Address, ...]:
     elif isinstance(given, Address):
         given = (given,)
     if not isinstance(given, Sequence):
-        raise TypeError(f'{name}={shown(given)} must be "ip:port", an IpInfo, or a list of one')
+        raise TypeError(
+            f'{name}={shown(given)} must be "ip:port", "ipc:///path", an IpInfo, or a list of one'
+        )
     for position, address in enumerate(given):
         if not isinstance(address, Address):
-            raise TypeError(f'{name}[{position}]={shown(address)} must be "ip:port" or an IpInfo')
+            raise TypeError(
+                f'{name}[{position}]={shown(address)} must be "ip:port", "ipc:///path" or an IpInfo'
+            )
         if name == "remote":
             Endpoint.parse(str(address))
     return tuple(given)
@@ -238,11 +242,12 @@ class LinkResults(list[LinkResult]):
         """Raise the first failure, if any.
 
         Raises:
-            LLMException: The `error` of the first failed result.
+            LLMException: As the `error` of the first failed result.
         """
         for result in self:
             if result.error is not None:
-                raise result.error
+                # A copy: the error itself would keep the frames of each caller that raised it.
+                raise without_frames(result.error)
 
 
 def other_cluster(here: int, wanted: int) -> LLMException:

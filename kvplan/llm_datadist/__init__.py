@@ -2,7 +2,8 @@
 
 This package has the names, arguments, outcomes and module paths of the official `llm_datadist`
 (docs/reference/llm_datadist-differences.md lists the differences). Programs import this package,
-call `install()`, or run unchanged under `python -m kvplan.run`.
+call `install()`, or run unchanged under `python -m kvplan.run`. Logic of transfers does not belong
+here.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from kvplan.planning.ranges import span_text
 from kvplan.status import LLMException, LLMStatusCode, invalid, timed_out
 from kvplan.system.logs import Log
 from kvplan.types import Placement
-from kvplan.validation import shown
+from kvplan.validation import as_bytes, shown
 
 __all__ = [
     "P2P",
@@ -276,7 +276,7 @@ class TransferEngine:
     @_returns_status()
     def free_managed_buffer(self, buffer_addr: int, length: int) -> int:
         """Free memory that `allocate_managed_buffer` returned; `length` is not used."""
-        if (memory := self._buffers.get(buffer_addr)) is None:
+        if (memory := self._buffers.get(uint("buffer_addr", buffer_addr))) is None:
             raise invalid(f"buffer_addr={buffer_addr:#x} must come from allocate_managed_buffer")
         for start in self._starts:  # the program may have registered parts of the buffer
             if buffer_addr <= start < buffer_addr + len(memory):
@@ -287,10 +287,10 @@ class TransferEngine:
     @_returns_status()
     def write_bytes_to_buffer(self, dest_address: int, data: bytes | str, length: int) -> int:
         """Copy bytes to registered memory."""
-        given = data.encode() if isinstance(data, str) else bytes(memoryview(data))
+        given = as_bytes("data", data)
         if uint("length", length) > len(given):
             raise invalid(f"length={length} is out of range [0, {len(given)}], the bytes of data")
-        self._check_host(dest_address, length)
+        self._check_host(uint("dest_address", dest_address), length)
         ctypes.memmove(dest_address, given, length)
         return 0
 
@@ -300,7 +300,7 @@ class TransferEngine:
         Raises:
             LLMException: LLM_PARAM_INVALID: not registered, or memory of a device.
         """
-        self._check_host(source_address, uint("length", length))
+        self._check_host(uint("source_address", source_address), uint("length", length))
         return ctypes.string_at(source_address, length)
 
     def _check_host(self, address: int, nbytes: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvplan.status import invalid
-from kvplan.validation import UINT64_MAX, check_type, shown
+from kvplan.validation import UINT64_MAX, as_bytes, check_type, shown
 
 _TIMEOUT_VARIABLE: Final = "MC_TRANSFER_TIMEOUT"
 _TIMEOUT_S, _LEAST_S = 30, 5  # and 1 ns for each byte
@@ -100,7 +100,7 @@ def check_text(name: str, value: object) -> None:
 def encoded(notify: TransferNotify) -> tuple[bytes, bytes]:
     """Return the name and the text of a message as bytes."""
     check_type("notify", notify, TransferNotify)
-    return notify.name.encode(), notify.msg.encode()
+    return as_bytes("notify.name", notify.name), as_bytes("notify.msg", notify.msg)
 
 
 def decoded(name: bytes, msg: bytes) -> TransferNotify:

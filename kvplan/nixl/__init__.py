@@ -1,6 +1,7 @@
 """The Python interface of NIXL over kvplan's engine: agents, descriptors and transfers.
 
-Programs import this package as `nixl` under `python -m kvplan.run --as nixl`.
+Programs import this package as `nixl` under `python -m kvplan.run --as nixl`. Logic of transfers
+does not belong here.
 """
 
 from kvplan.nixl._api import (

@@ -11,8 +11,9 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from kvnative._signals import Mutex, signals_deferred
 from kvplan.nixl import _bindings as nixlBind  # noqa: N812 - as programs know it
-from kvplan.nixl.agent import bytes_of, text_of
+from kvplan.nixl.agent import text_of
 from kvplan.nixl.lists import DescList, nixlRegDList, nixlRemoteDList, nixlXferDList
 from kvplan.nixl.transfers import nixlAgent
 from kvplan.nixl.values import DEFAULT_COMM_PORT as DEFAULT_COMM_PORT  # noqa: PLC0414 - exported
@@ -26,6 +27,7 @@ from kvplan.nixl.values import (
 )
 from kvplan.nixl.values import nixl_thread_sync_t as _sync
 from kvplan.system.logs import Log
+from kvplan.validation import as_bytes
 
 _log = Log("kvplan.nixl")
 
@@ -129,6 +131,7 @@ class nixl_agent:  # noqa: N801
         )  # fmt: skip
         self.name = agent_name
         self.notifs: dict[str, list[bytes]] = {}
+        self._reading = Mutex()  # held by calls that change `notifs`
         self.backends: dict[str, int] = {}
         self.plugin_list: list[str] = self.agent.getAvailPlugins()
         self.nixl_mems: dict[str, nixl_mem_t] = dict(_MEMS)
@@ -181,13 +184,14 @@ class nixl_agent:  # noqa: N801
 
     def make_connection(self, remote_agent: str | bytes, backends: _Backends = ()) -> None:
         """Link with a remote agent, unless it is linked."""
-        self.agent.makeConnection(remote_agent, self._handles(backends))
+        self.agent.makeConnection(text_of("remote_agent", remote_agent), self._handles(backends))
 
     def prep_xfer_dlist(
         self, agent_name: str | bytes, xfer_list: Any, mem_type: str | None = None,
         backends: _Backends = (),
     ) -> nixl_prepped_dlist_handle:  # fmt: skip
         """Find descriptors in registered memory of an agent, for `make_prepped_xfer`."""
+        agent_name = text_of("agent_name", agent_name)
         if isinstance(xfer_list, np.ndarray) and mem_type is not None:
             number = self.agent.prepXferDlist(agent_name, _MEMS[mem_type], xfer_list)
         else:
@@ -264,27 +268,33 @@ class nixl_agent:  # noqa: N801
 
     def update_notifs(self, backends: _Backends = ()) -> dict[str, list[bytes]]:
         """Add the messages that have arrived to `notifs`, and return `notifs`."""
-        self.notifs = self.agent.getNotifs(self.notifs)
-        return self.notifs
+        self.agent._check_running()
+        with self._reading, signals_deferred:
+            self.notifs = self.agent.getNotifs(self.notifs)
+            return self.notifs
 
     def check_remote_xfer_done(
         self, remote_agent_name: str | bytes, lookup_tag: bytes, backends: _Backends = (),
         tag_is_prefix: bool = True,
     ) -> bool:  # fmt: skip
         """Return True if a message with this tag has arrived, and remove the message."""
-        messages = self.update_notifs().get(text_of(remote_agent_name), [])
-        tag = bytes_of(lookup_tag)
-        for place, message in enumerate(messages):
-            if message.startswith(tag) if tag_is_prefix else tag in message:
-                del messages[place]
-                return True
+        name = text_of("remote_agent_name", remote_agent_name)
+        tag = as_bytes("lookup_tag", lookup_tag)
+        self.agent._check_running()
+        with self._reading, signals_deferred:
+            messages = self.update_notifs().get(name, [])
+            for place, message in enumerate(messages):
+                if message.startswith(tag) if tag_is_prefix else tag in message:
+                    del messages[place]
+                    return True
         return False
 
     def send_notif(
         self, remote_agent_name: str | bytes, notif_msg: bytes, backend: str | None = None
     ) -> None:
         """Send a message that belongs to no transfer."""
-        self.agent.genNotif(remote_agent_name, notif_msg)
+        name = text_of("remote_agent_name", remote_agent_name)
+        self.agent.genNotif(name, as_bytes("notif_msg", notif_msg))
 
     def get_agent_metadata(self) -> bytes:
         """Return the metadata of this agent, for `add_remote_agent` of others."""
@@ -298,11 +308,11 @@ class nixl_agent:  # noqa: N801
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
         """Add a remote agent, link with it in the background, and return its name as bytes."""
-        return self.agent.loadRemoteMD(metadata)
+        return self.agent.loadRemoteMD(as_bytes("metadata", metadata))
 
     def remove_remote_agent(self, agent: str | bytes) -> None:
         """Stop all transfers with a remote agent, and forget the agent."""
-        self.agent.invalidateRemoteMD(agent)
+        self.agent.invalidateRemoteMD(text_of("agent", agent))
 
     def send_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
         """Give the metadata to another agent's listening thread."""
@@ -328,6 +338,7 @@ class nixl_agent:  # noqa: N801
 
     def check_remote_metadata(self, agent: str | bytes, descs: nixlXferDList | None = None) -> bool:
         """Return True if the agent is known, and has registered the descriptors."""
+        agent = text_of("agent", agent)
         try:
             empty = nixlXferDList(nixl_mem_t.DRAM_SEG)
             self.agent.checkRemoteMD(agent, empty if descs is None else descs)
@@ -392,7 +403,7 @@ def _list_of(kind: type[_List], width: int, descs: Any, mem_type: str | None) ->
         rows = [_tensor(tensor) for tensor in descs]
         kinds = {_MEMS["cuda" if tensor.is_cuda else "cpu"] for tensor in descs}
         if len(kinds) == 1:
-            return kind(found or kinds.pop(), rows if width == 3 else [(*row, "") for row in rows])
+            return kind(kinds.pop(), rows if width == 3 else [(*row, "") for row in rows])
     elif isinstance(descs[0], tuple) and len(descs[0]) == width and found is not None:
         return kind(found, list(descs))
     _log.error(

@@ -7,8 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any, Final, NamedTuple
+from weakref import proxy
 
 from kvnative._signals import Mutex, signals_deferred
 from kvplan.addressed.connector import Connector
@@ -16,6 +18,7 @@ from kvplan.addressed.engine import REFUSALS, AddressedEngine
 from kvplan.control.endpoint import Endpoint
 from kvplan.engine.option_sources import configured
 from kvplan.engine.options import Options
+from kvplan.links.values import cluster_here
 from kvplan.nixl.lists import Rows, nixlRegDList, nixlXferDList
 from kvplan.nixl.metadata import Listener, Metadata, Region, Regions, ask
 from kvplan.nixl.values import (
@@ -29,10 +32,11 @@ from kvplan.nixl.values import (
     nixlRemoteDisconnectError,
 )
 from kvplan.planning.ranges import span_text
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, LLMStatusCode, link_failed
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
 from kvplan.types import Placement
+from kvplan.validation import as_bytes, check_type, shown
 
 LOG: Final = Log("kvplan.nixl")
 
@@ -62,6 +66,7 @@ class Agent:
     def __init__(self, name: str, config: nixlAgentConfig) -> None:
         if not name:
             raise ValueError("Agent needs a non-empty name")
+        as_bytes("agent_name", name)
         self.name = name
         self._config = config
         self._mutex = Mutex()
@@ -72,23 +77,20 @@ class Agent:
         self._numbers = count(1)
         self._looped: list[bytes] = []  # messages of this agent to itself
         given = {} if "listen_ip_info" in configured() else {"llm.ListenIpInfo": "127.0.0.1:0"}
-        self.engine = AddressedEngine(
-            secrets.randbits(64), replace(Options.of(given), max_tensors=1), self._where, LOG
-        )
+        options = replace(Options.of(given), max_tensors=1)
+        me = proxy(self)  # so that an agent that the program drops is freed at once
+        where = partial(Agent._where, me)
+        self.engine = AddressedEngine(secrets.randbits(64), options, where, LOG, is_exact=True)
         self._connector = Connector(2, 1 << 16, f"kvplan-nixl-{name}"[:60], LOG)
         self._listener: Listener | None = None
         if config.useListenThread:
-            host = Endpoint.parse(self._address).host
-            calls = self.getLocalMD, self.loadRemoteMD, self.invalidateRemoteMD
             try:
-                self._listener = Listener(host, config.listenPort, *calls)
+                here = self.engine.datadist._running().links.endpoint  # peers may know another
+                host = (here and here.host) or "127.0.0.1"  # of ipc://: this host
+                self._listener = Listener(host, config.listenPort, me)
             except BaseException:  # the frames of the error keep this agent alive
                 self.close()
                 raise
-
-    @property
-    def _address(self) -> str:
-        return self.engine.datadist.listen_address or ""
 
     def close(self) -> None:
         """End transfers, links and threads. Not in NIXL, which does this when an agent is freed."""
@@ -131,7 +133,8 @@ class Agent:
             raise nixlNotFoundError(f"plugin {name!r} does not exist; there are {BACKENDS}")
         if name in self._backends:
             raise nixlInvalidParamError(f"backend {name!r} exists already")
-        LOG.info("agent %s: backend %s is kvplan's (%s)", self.name, name, self._address)
+        address = self.engine.datadist.listen_address
+        LOG.info("agent %s: backend %s is kvplan's (%s)", self.name, name, address)
         self._backends[name] = next(self._numbers)
         return self._backends[name]
 
@@ -212,13 +215,13 @@ class Agent:
         return self._metadata(regions, is_partial=True, has_address=inc_conn_info)
 
     def _metadata(self, regions: list[Region], *, is_partial: bool, has_address: bool) -> bytes:
-        address = self._address if has_address else ""
-        instance = self.engine.datadist.cluster_id
-        return Metadata(self.name, instance, address, is_partial, regions).to_bytes()
+        mine = self.engine.datadist
+        address = (has_address and mine.listen_address) or ""
+        return Metadata(self.name, mine.cluster_id, address, is_partial, regions).to_bytes()
 
     def loadRemoteMD(self, data: bytes | str) -> bytes:  # noqa: N802
         """Add a remote agent, link with it in the background, and return its name."""
-        found = Metadata.from_bytes(data if isinstance(data, bytes) else data.encode())
+        found = Metadata.from_bytes(as_bytes("data", data))
         name = found.name
         if name == self.name:
             raise nixlInvalidParamError(f"the metadata has this agent's own name, {name!r}")
@@ -264,34 +267,45 @@ class Agent:
 
     def _linked(self, name: str) -> int:
         """Link with a remote agent, unless it is linked, and return its cluster id."""
-        self._remote(name)
-        return self.engine.connect(name, _CONNECT_MS)
+        remote = self._remote(name)
+        for _ in range(2):  # again if a process was linked after its agent had been replaced
+            try:
+                if (cluster := self.engine.connect(name, _CONNECT_MS)) == remote.instance:
+                    return cluster
+            except LLMException as error:
+                if cluster_here(error) is None:
+                    raise
+                break
+            self.engine.connections.forget(name)
+        raise link_failed(f"agent {name!r} is another process now: load its metadata again")
 
     def makeConnection(self, name: str | bytes, backends: Sequence[int] = ()) -> nixl_status_t:  # noqa: N802
         """Link with a remote agent, unless it is linked."""
+        name = text_of("name", name)
         try:
-            self._linked(text_of(name))
+            self._linked(name)
         except REFUSALS as error:
-            raise self._logged(f"make_connection with {text_of(name)}", error) from error
+            raise self._logged(f"make_connection with {name}", error) from error
         return _SUCCESS
 
     def invalidateRemoteMD(self, name: str | bytes) -> nixl_status_t:  # noqa: N802
         """Forget a remote agent and its link; idempotent."""
-        name = text_of(name)
+        name = text_of("name", name)
+        if (remote := self._remotes.get(name)) is None:
+            return _SUCCESS
+        try:  # without the mutex, which every poll takes: a peer that is stopped does not answer
+            self.engine.connections.disconnect(name, _DISCONNECT_MS)
+        except (*REFUSALS, nixlNotFoundError) as error:
+            LOG.info("agent %s: the link with %s was not ended: %s", self.name, name, error)
+            self.engine.connections.forget(name)
         with self._mutex:
-            if name not in self._remotes:
-                return _SUCCESS
-            try:
-                self.engine.connections.disconnect(name, _DISCONNECT_MS)
-            except REFUSALS as error:
-                LOG.info("agent %s: the link with %s was not ended: %s", self.name, name, error)
-                self.engine.connections.forget(name)
-            self._remotes.pop(name, None)
+            if self._remotes.get(name) is remote:  # it was not added again meanwhile
+                del self._remotes[name]
         return _SUCCESS
 
     def checkRemoteMD(self, name: str | bytes, descs: nixlXferDList) -> nixl_status_t:  # noqa: N802
         """Raise nixlNotFoundError unless the agent is known, and has registered the descriptors."""
-        remote = self._remote(text_of(name))
+        remote = self._remote(text_of("name", name))
         if not descs.isEmpty():
             self._check(remote.regions, "remote", descs.getType(), descs.rows)
         return _SUCCESS
@@ -340,7 +354,7 @@ class Agent:
         self, remote_agent: str | bytes, msg: bytes | str, backends: Sequence[int] = ()
     ) -> nixl_status_t:
         """Send a message; on return the remote agent has it."""
-        agent, message = text_of(remote_agent), bytes_of(msg)
+        agent, message = text_of("remote_agent", remote_agent), as_bytes("msg", msg)
         if agent == self.name:
             self._looped.append(message)
             return _SUCCESS
@@ -357,6 +371,7 @@ class Agent:
     ) -> dict[str, list[bytes]]:
         """Return a copy of `notif_map` with the messages that have arrived since the last call."""
         found = {name: list(messages) for name, messages in notif_map.items()}
+        self._check_running()
         for message in self.engine.connections.take_messages():
             name = message.name.decode(errors="replace")
             found.setdefault(name, []).append(message.body)
@@ -365,6 +380,13 @@ class Agent:
         if looped:
             found.setdefault(self.name, []).extend(looped)
         return found
+
+    def _check_running(self) -> None:
+        """Raise nixlBackendError in a forked child, where a mutex may be held, or after `close`."""
+        try:
+            self.engine.datadist._running()
+        except LLMException as error:
+            raise self._logged("get_new_notifs", error) from error
 
     def _check(self, regions: Regions, side: str, kind: nixl_mem_t, rows: Rows) -> None:
         if not len(rows):
@@ -386,14 +408,13 @@ class Agent:
         return kind(str(error))
 
 
-def text_of(name: str | bytes) -> str:
-    """Return the name of an agent, given as text or as bytes."""
-    return name.decode() if isinstance(name, bytes) else name
-
-
-def bytes_of(message: str | bytes) -> bytes:
-    """Return a message, given as text or as bytes."""
-    return message.encode() if isinstance(message, str) else bytes(message)
+def text_of(name: str, value: str | bytes) -> str:
+    """Return an agent's name, given as text or as bytes in the argument `name`."""
+    if not isinstance(value, bytes):
+        return check_type(name, value, str)
+    with suppress(UnicodeDecodeError):
+        return value.decode()
+    raise ValueError(f"{name}={shown(value)} is not Unicode text")
 
 
 def _regions(descs: nixlRegDList) -> list[Region]:

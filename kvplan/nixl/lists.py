@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvplan.nixl.values import nixl_mem_t, nixlNotFoundError
+from kvplan.validation import as_bytes
 
 Rows = NDArray[np.uint64]
 
@@ -133,7 +134,7 @@ class DescList:
     def _text(self, desc: Any) -> Any:
         text = desc[3]
         if self.TEXT is bytes:
-            return text.encode() if isinstance(text, str) else bytes(text)
+            return as_bytes("desc[3]", text) if isinstance(text, str) else bytes(text)
         return text.decode() if isinstance(text, bytes) else str(text)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from kvnative._signals import Mutex
 from kvplan.addressed.engine import REFUSALS, Request
 from kvplan.engine.ranges import AddressRanges
 from kvplan.execution import TransferTask
-from kvplan.nixl.agent import GONE, LOG, Agent, bytes_of, text_of
+from kvplan.nixl.agent import GONE, LOG, Agent, text_of
 from kvplan.nixl.lists import Rows, nixlXferDList, rows_of_array
 from kvplan.nixl.values import (
     nixl_mem_t,
@@ -32,8 +32,9 @@ from kvplan.nixl.values import (
 )
 from kvplan.planning.ranges import span_text
 from kvplan.planning.texts import plural
-from kvplan.status import LLMException, link_failed
+from kvplan.status import LLMException, link_failed, message_of, without_frames
 from kvplan.tensors.strided import pieces_of
+from kvplan.validation import as_bytes
 
 Column = NDArray[np.uint64]
 Indices = NDArray[np.integer[Any]]
@@ -84,9 +85,9 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
     """An agent. `releaseXferReq` and `invalidateRemoteMD` stop transfers before they return."""
 
     def __init__(self, name: str, config: nixlAgentConfig) -> None:
-        super().__init__(name, config)
         self._sides: dict[int, _Side] = {}
         self._transfers: dict[int, _Transfer] = {}
+        super().__init__(name, config)  # last: a peer may ask its listening thread at once
 
     def prepXferDlist(self, *given: Any, **named: Any) -> int:  # noqa: N802
         """Find descriptors in registered memory, and return a handle for `makeXferReq`.
@@ -99,9 +100,10 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
             raise TypeError(f"prepXferDlist has no arguments {sorted(unknown)}")
         agents = [named.pop("agent_name")] if "agent_name" in named else []
         values = [*agents, *given, *(named[name] for name in _PREPARED if name in named)]
-        agent = text_of(values.pop(0)) if values and isinstance(values[0], str | bytes) else ""
+        has_agent = bool(values) and isinstance(values[0], str | bytes)
+        agent = text_of("agent_name", values.pop(0)) if has_agent else ""
         if values and isinstance(values[0], nixlXferDList):
-            kind, rows = values[0].getType(), values[0].rows
+            kind, rows = values[0].getType(), values[0].rows.copy()  # the program may change it
         elif len(values) > 1:
             kind, rows = nixl_mem_t(values[0]), _expanded(values[1])
         else:
@@ -140,7 +142,8 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         remote_agent: str | bytes, notif_msg: bytes | str = b"", backend: Sequence[int] = (),
     ) -> int:  # fmt: skip
         """Return the handle of a transfer between two lists of descriptors."""
-        agent, local, remote = text_of(remote_agent), local_descs.rows, remote_descs.rows
+        agent = text_of("remote_agent", remote_agent)
+        local, remote = local_descs.rows, remote_descs.rows
         regions = self._local if agent == self.name else self._remote(agent).regions
         self._check(self._local, "local", local_descs.getType(), local)
         self._check(regions, "remote", remote_descs.getType(), remote)
@@ -166,7 +169,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
             raise self._logged("transfer", ValueError(f"{' and '.join(texts)} overlap"))
         number = next(self._numbers)
         self._transfers[number] = _Transfer(
-            agent, operation, here, there, sizes, nbytes, bytes_of(message)
+            agent, operation, here, there, sizes, nbytes, as_bytes("notif_msg", message)
         )
         return number
 
@@ -187,7 +190,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         if transfer.status is _IN_PROGRESS and self.getXferStatus(reqh) is _IN_PROGRESS:
             raise nixlRepostActiveError(f"transfer {reqh} is still in flight")
         if notif_msg:
-            transfer.message = bytes_of(notif_msg)
+            transfer.message = as_bytes("notif_msg", notif_msg)
         transfer.began, transfer.error, transfer.request = monotonic(), None, None
         transfer.status = _IN_PROGRESS  # other threads may ask from here on
         try:
@@ -195,8 +198,11 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         except REFUSALS as error:
             self._failed(transfer, error)
             found = self._logged(f"{transfer.text} with {transfer.agent}", error)
-            if not isinstance(found, nixlBackendError):
-                raise found from error
+            try:
+                if not isinstance(found, nixlBackendError):
+                    raise found from error
+            finally:
+                del found  # it has this frame
         except BaseException:
             if transfer.request is None:
                 transfer.status = None
@@ -210,7 +216,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         try:
             cluster = datadist.cluster_id if is_loop else self._linked(agent)
         except LLMException as error:
-            raise link_failed(str(error.args[0])) from error  # the agent is gone
+            raise link_failed(message_of(error)) from error  # the agent is gone
         ranges = transfer.ranges
         if ranges is None or ranges.cluster_id != cluster:
             is_read = transfer.operation is nixl_xfer_op_t.NIXL_READ
@@ -258,7 +264,9 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
 
     def _failed(self, transfer: _Transfer, error: BaseException) -> None:
         transfer.request, transfer.status = None, nixl_status_t.NIXL_ERR_BACKEND
-        transfer.error = error if isinstance(error, LLMException) else LLMException(str(error))
+        transfer.error = (
+            without_frames(error) if isinstance(error, LLMException) else LLMException(str(error))
+        )
 
     def releaseXferReq(self, reqh: int) -> nixl_status_t:  # noqa: N802
         """Stop and forget a transfer; on return none of its bytes moves. Idempotent."""
@@ -280,7 +288,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
 
     def invalidateRemoteMD(self, name: str | bytes) -> nixl_status_t:  # noqa: N802
         """Stop all transfers with a remote agent, and forget the agent; idempotent."""
-        name = text_of(name)
+        name = text_of("name", name)
         reason = f"agent {name!r} was removed"
         for transfer in self._transfers_with(name):  # first: ending the link waits for them
             self._stop(transfer, reason)

@@ -1,7 +1,7 @@
 """Recordings of transfers of other libraries: NIXL, Mooncake's transfer engine and HIXL.
 
 `install` wraps their classes as soon as the program imports them. The program gets the same results
-and the same exceptions. See docs/how-to/observing.md.
+and the same exceptions (docs/how-to/observing.md). This room must not import engines or transports.
 """
 
 from __future__ import annotations

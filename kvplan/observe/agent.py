@@ -175,6 +175,8 @@ class Agent:
         theirs: tuple[Regions, Peer | None], there: bytes, message: bytes | str,
         tables: tuple[Table, Table] | tuple[None, None] = (None, None),
     ) -> None:  # fmt: skip
+        if not here:  # nothing moves
+            return
         regions, peer = theirs
         mine, other = tables
         self._transfers[handle] = Observed(
@@ -201,7 +203,10 @@ class Agent:
         there: Any, nbytes: Any, code: int,
     ) -> None:  # fmt: skip
         """Note that a transfer between addresses has begun, or was refused with an error."""
-        here, there, nbytes = (np.atleast_1d(np.array(i, np.int64)) for i in (here, there, nbytes))
+        try:
+            here, there, nbytes = np.array([here, there, nbytes], np.int64).reshape(3, -1)
+        except (OverflowError, TypeError, ValueError):  # the library has refused these values
+            return
         registered = sorted(self._registered.items(), key=lambda item: item[0])
         bases = np.array([address for (address, _), _ in registered], np.int64)
         sides = [held[-1] for _, held in registered]
@@ -231,7 +236,7 @@ class Agent:
         transfer = self._transfers.get(handle)
         if transfer is None:
             return
-        transfer.started = begin
+        transfer.started, transfer.deregistered = begin, False
         transfer.tag = tag_of(_message(rest)) or transfer.tag
         if (at := transfer.written.twice()) is not None:
             transfer.make_plan = None

@@ -78,7 +78,8 @@ class Observer:
             except BaseException as error:
                 if errors:
                     text = f"{type(error).__name__}: {error}"  # no frames are kept
-                    self.guarded(self._note, note, pick, args, kwargs, None, begin, text)
+                    with suppress(Exception):  # the library has refused the values, too
+                        self._note(note, pick, args, kwargs, None, begin, text)
                 raise
             self.guarded(self._note, note, pick, args, kwargs, result, begin, "")
             return result

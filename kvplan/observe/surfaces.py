@@ -16,6 +16,7 @@ from kvplan.observe.observer import Observer, peer_number
 from kvplan.observe.plans import ranges_of
 
 _OWN_NAMES: Final = ("", "NIXL_INIT_AGENT")
+_COLUMNS: Final = ("local_addr", "remote_addr", "len")
 _Arguments = tuple[Any, ...]
 _Named = Mapping[str, Any]
 
@@ -32,11 +33,11 @@ def _name(given: str | bytes) -> str:
 
 def _is_host(given: Any, kind: str | None) -> bool:
     """Return True only if memory to register is certainly host memory."""
-    if kind is not None:
-        return kind.lower() in ("dram", "cpu")
     if hasattr(given, "getType"):
         return "DRAM" in str(given.getType())
     tensors = [given] if hasattr(given, "data_ptr") else given
+    if kind is not None and not any(hasattr(tensor, "data_ptr") for tensor in tensors[:1]):
+        return kind.lower() in ("dram", "cpu")  # NIXL has the kind of tensors from the tensors
     return all(getattr(getattr(tensor, "device", None), "type", "") == "cpu" for tensor in tensors)
 
 
@@ -190,8 +191,7 @@ def _descriptors(args: _Arguments, kwargs: _Named) -> _Arguments:
         _argument(args, kwargs, index, name)
         for index, name in enumerate(("remote_engine", "op", "op_descs"))
     )
-    rows = [(copy.local_addr, copy.remote_addr, copy.len) for copy in copies]
-    columns = np.array(rows, np.int64).reshape(-1, 3).T
+    columns = ([getattr(copy, name) for copy in copies] for name in _COLUMNS)
     return "READ" in str(op), peer_number(str(peer)), *columns
 
 

@@ -77,7 +77,7 @@ def tables_of(
     ours: Regions, here: bytes, theirs: Regions, there: bytes
 ) -> tuple[Table, Table] | tuple[None, None]:
     """Return the tables of both ends of a transfer; (None, None) if its rows form no table."""
-    if ours.whole and theirs.whole and ours.sides[0].stride == theirs.sides[0].stride:
+    if ours.whole and theirs.whole and ours.sides[0].stride == theirs.sides[0].stride > 0:
         mine, other = ours.sides[0], theirs.sides[0]
         found = table_pair(
             here, there, mine.num_tensors, mine.count, other.num_tensors, other.count
@@ -173,8 +173,11 @@ class Observed:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan; None: a byte is written twice, or a range of addresses is not registered."""
-        return None if self.make_plan is None else self.make_plan()
+        """The plan; None: no range, an empty or unregistered one, or a byte written twice."""
+        nbytes = self.here.ranges()[1]
+        if self.make_plan is None or not nbytes.size or nbytes.min() <= 0:
+            return None
+        return self.make_plan()
 
     @property
     def fields(self) -> dict[str, object]:

@@ -118,13 +118,11 @@ def rows_differ(source: Side, target: Side, *, chunked: bool) -> bool:
 
 
 def _layers_inside(side: Side) -> tuple[Layers, int | None] | None:
-    """Return the model's layers that a row holds together; None if a row has one layer."""
-    shard, inside = side.shard, side.extent("layer")
-    if inside == 1:
+    """Return the model's layers that a row holds together; None if it has one, or unknown ones."""
+    shard = side.shard
+    if side.extent("layer") == 1 or shard is None or shard.layers is None:
         return None
-    if shard is not None and shard.layers is not None:
-        return shard.layers, shard.num_layers
-    return range(side.num_tensors * inside), None
+    return shard.layers, shard.num_layers
 
 
 def _row_signature(side: Side, chunked: bool, *, named: bool = True) -> tuple[object, ...]:
@@ -324,10 +322,11 @@ def elements(source: Side, target: Side, levels: list[Level]) -> tuple[int, list
 
 
 def _innermost(side: Side) -> tuple[str, int]:
-    return (side.layout.axes[-1] if side.layout is not None else ""), side.shape[-1]
+    assert side.layout is not None  # rows without a layout are copied as bytes
+    return side.layout.axes[-1], side.shape[-1]
 
 
 def kv_level(levels: list[Level], source: Side, target: Side) -> Level | None:
     """Return the level of keys and values, if `levels` contains it."""
     kv = Level(source.extent("kv"), source.stride_of("kv"), target.stride_of("kv"))
-    return kv if kv.times > 1 and kv in levels else None
+    return kv if kv in levels else None

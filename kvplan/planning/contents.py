@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvplan.layout import numbers_text
 from kvplan.planning.part import Part
-from kvplan.planning.side import Side
+from kvplan.planning.side import NO_PERIOD, Side
 from kvplan.planning.texts import (
     Origin,
     Span,
@@ -149,6 +149,8 @@ def _tokens(part: Part, entries: NDArray[np.int64], first: int, last: int) -> li
     if not dst.has_all_tokens:
         # So far these are places in the block table, moved by `shift`.
         places = np.concatenate([np.arange(low, high + 1) for low, high in spans]) - shift
+        if dst.spread.period == NO_PERIOD:  # the last row may have places beyond the stretch
+            places = places[places < dst.spread.size]
         return spans_of(dst.spread.tokens(places) + shift)
     return spans
 
@@ -264,7 +266,9 @@ def tokens_moved(part: Part) -> int | None:
     """Return the number of tokens that move; None if they fill the destination rows."""
     tables, sides = part.tables, (part.src, part.dst)
     if tables is not None and not all(side.has_all_tokens for side in sides):
-        return None if part.src.meaning == part.dst.meaning else tables.count_in_common(*sides)
+        if tables.num_tokens is None and part.src.meaning == part.dst.meaning:
+            return None
+        return tables.count_in_common(*sides)
     return tokens_spanned(part)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, pairwise
 from typing import Final, NamedTuple, cast
@@ -79,33 +79,33 @@ def plan_gather(
 
     Together the parts write each byte of the request in `dst` exactly once: layer by layer, head by
     head and token by token from one of the sources that have it. A source's part is None if nothing
-    is taken from it: for example, it is a replica or holds no token of the request.
-
-    Args:
-        transfer: the rows of each source and of `dst`; see `Transfer`.
-        sources: the caches. Their `Shard` names layers, heads and tokens; a cache without a shard
-            has everything.
-        dst: the local paged cache.
-        by_layer: True if each layer is to move by itself.
+    is taken from it: for example, it is a replica or holds no token of the request. A cache without
+    a `Shard` has all layers, heads and tokens.
     """
     check_gather(transfer)
     sides = [side(f"sources[{i}]", cache, paged=True) for i, cache in enumerate(sources)]
     target = side("dst", dst, paged=True)
     taken, transfer = divide(transfer, sides, target)
+    rows = cast("Sequence[Rows]", transfer.src)
     return [
-        share and plan_taken(transfer, index, sides[index], target, share, by_layer=by_layer)
+        share
+        and plan_taken(transfer, index, rows[index], sides[index], target, share, by_layer=by_layer)
         for index, share in enumerate(taken)
     ]
 
 
 def check_gather(transfer: Transfer) -> None:
     """Refuse rows and options that a gather does not support."""
-    for index, rows in enumerate(cast("Sequence[Rows]", transfer.src)):
+    sources = {f"src[{i}]": rows for i, rows in enumerate(cast("Sequence[Rows]", transfer.src))}
+    for name, rows in sources.items():
         if rows.blocks is None:
-            raise invalid(f"src[{index}].blocks is None; it must name blocks")
-        check_table(f"src[{index}].blocks", rows.blocks)
+            raise invalid(f"{name}.blocks is None; it must name blocks")
+        check_table(f"{name}.blocks", rows.blocks)
     if transfer.dst.blocks is None:
         raise invalid("dst.blocks is None; a gather needs the blocks that it writes")
+    if transfer.dst.slot is not None and as_int("dst.slot", transfer.dst.slot) != 0:
+        raise invalid(f"dst.slot={transfer.dst.slot} must be None or 0: a gather writes blocks")
+    refuse_bytes(transfer.nbytes, sources | {"dst": transfer.dst})
     if transfer.reinterpret:
         raise invalid("reinterpret=True must be False: a gather needs the meaning of its rows")
     if transfer.layers is not ALL_LAYERS and transfer.layers != ALL_LAYERS:
@@ -113,6 +113,14 @@ def check_gather(transfer: Transfer) -> None:
             f"layers={transfer.layers} must be left out: a gather moves all layers that dst has; "
             "give dst a Shard that names the layers"
         )
+
+
+def refuse_bytes(nbytes: int | None, named_rows: Mapping[str, Rows]) -> None:
+    """Refuse a number of bytes, and an offset of rows: blocks are cut by tokens."""
+    offsets = ((f"{name}.offset", rows.offset, 0) for name, rows in named_rows.items())
+    for name, value, unset in (("nbytes", nbytes, None), *offsets):
+        if value is not unset and as_int(name, cast(int, value)) != unset:
+            raise invalid(f"{name}={value} must be {unset}: blocks are cut by num_tokens")
 
 
 def divide(
@@ -123,9 +131,8 @@ def divide(
         check_width("rank", check_type("rank", transfer.rank, int), 0, INT64_MAX)
     if target.has_all_tokens and all(cache.has_all_tokens for cache in sides):
         return _divided_whole(tuple(sides), target, transfer.rank), transfer
-    rows = cast("Sequence[Rows]", transfer.src)
     parts, wanted, numbers = _held_parts(sides, target)
-    num_tokens, tokens = _held_tokens(rows, transfer, sides, target)
+    num_tokens, tokens = _held_tokens(transfer, sides, target)
     taken = _taken(target, parts, wanted, numbers, transfer.rank, tokens)
     return taken, replace(transfer, num_tokens=num_tokens)
 
@@ -141,14 +148,14 @@ def _divided_whole(
 def plan_taken(
     transfer: Transfer,
     index: int,
+    rows: Rows,
     source: Side,
     target: Side,
     taken: Taken,
     *,
     by_layer: bool,
 ) -> Part:
-    """Plan the share of the source at this index."""
-    rows = cast("Sequence[Rows]", transfer.src)[index]
+    """Plan the share of the source at this index; `rows` are its latest."""
     assert transfer.dst.blocks is not None
     layers, heads, tokens = taken
     try:
@@ -247,11 +254,9 @@ def _num_layers(cache: Side, piece: _Part) -> int:
     return len(piece.layers) if known is None else known
 
 
-def _held_tokens(
-    rows: Sequence[Rows], transfer: Transfer, sources: Sequence[Side], target: Side
-) -> tuple[int, _Tokens]:
+def _held_tokens(transfer: Transfer, sources: Sequence[Side], target: Side) -> tuple[int, _Tokens]:
     """Return the number of tokens that move, and which of them dst and each source have."""
-    dst = transfer.dst
+    dst, rows = transfer.dst, cast("Sequence[Rows]", transfer.src)
     assert dst.blocks is not None
     first, *firsts = (
         check_width(f"{name}.first_token", as_int(f"{name}.first_token", given), 0, INT64_MAX)

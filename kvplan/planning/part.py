@@ -189,6 +189,15 @@ class Part:
         )
         return range(src.min(), src.max() + 1), range(dst.min(), dst.max() + 1)
 
+    def whole_src_tensors(self) -> range | None:
+        """Return the source tensors that move with all of their views; None: none does."""
+        if not self.split:
+            return self.src_tensors
+        moved, _ = self.src.locate(self.src_tensors, self.split, self.tensors_per_layer)
+        views = self.src.num_views(self.split) // self.src.num_tensors
+        whole = np.flatnonzero(np.bincount(moved) == views).tolist()
+        return range(whole[0], whole[-1] + 1) if whole else None
+
     def origin(self, descriptor: int) -> Origin:
         """Return where a descriptor came from. Origins are computed, not stored.
 

@@ -7,7 +7,7 @@ from typing import Final, Literal, TypeAlias, cast
 
 import numpy as np
 
-from kvplan.planning.gather import plan_gather
+from kvplan.planning.gather import plan_gather, refuse_bytes
 from kvplan.planning.kinds import plan_slot_to_slot, plan_to_blocks
 from kvplan.planning.part import Operation, Part
 from kvplan.planning.plan import Plan, check_name
@@ -136,12 +136,9 @@ def _plan_blocks(
     """Plan rows of one cache to blocks of another."""
     src, dst = cast(Rows, transfer.src), transfer.dst
     assert dst.blocks is not None
-    for name, value, unset in (
-        ("nbytes", transfer.nbytes, None), ("src.offset", src.offset, 0),
-        ("dst.offset", dst.offset, 0),
-    ):  # fmt: skip
-        if value != unset:
-            raise invalid(f"{name}={shown(value)} must be {unset}: blocks are cut by num_tokens")
+    are_plain = type(src.offset) is type(dst.offset) is int
+    if not are_plain or src.offset or dst.offset or transfer.nbytes is not None:
+        refuse_bytes(transfer.nbytes, {"src": src, "dst": dst})
     if verb == "copy" and _is_swap(source, target):
         verb = "swap"
     made = plan_to_blocks(

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, Final, cast, get_args
 import numpy as np
 
 from kvplan.layout import CacheLayout, Interleaved, Layers, Shard
+from kvplan.planning.blocks import check_distinct, check_indices
 from kvplan.planning.invariants import check_invariants
 from kvplan.planning.part import Kind, Operation, Part
 from kvplan.planning.plan import SCHEMA_VERSION, Plan
@@ -20,15 +21,7 @@ from kvplan.planning.side import Side
 from kvplan.planning.tokens import BlockTables
 from kvplan.status import LLMException, invalid, within
 from kvplan.types import CacheDesc, DataType, Placement
-from kvplan.validation import (
-    INT64_MAX,
-    check_index,
-    check_type,
-    check_width,
-    open_regular,
-    shown,
-    write_file,
-)
+from kvplan.validation import INT64_MAX, check_type, check_width, open_regular, shown, write_file
 
 MAX_NBYTES: Final = 128 << 20
 """Maximum size of a plan's file in bytes: three million segments that cannot be merged."""
@@ -152,9 +145,9 @@ def _checked(document: Any, place: str) -> Part:
     part = _parse(document, place)
     check_invariants(part)
     if part.tables is not None:
-        for name in ("src", "dst"):
-            for row in getattr(part.tables, name).tolist():
-                check_index(f"tables.{name}", row, getattr(part, name).count)
+        check_indices("tables.src", part.tables.src, part.src)
+        check_indices("tables.dst", part.tables.dst, part.dst)
+        check_distinct("tables.dst", part.tables.dst, part.dst)
     return part
 
 
@@ -168,12 +161,12 @@ def _parse(document: Any, place: str) -> Part:
                 f"repeats[{level}]={shown(repeat)} must be [counts, src_stride, dst_stride]"
             )
     name, source = document["name"], document["source"]
-    src = _side_from_dict("src", document["src"])
+    src = side_from_dict("src", document["src"])
     return Part(
         operation=_one_of("operation", document["operation"], get_args(Operation)),
         kind=_one_of("kind", document["kind"], get_args(Kind)),
         src=src,
-        dst=_side_from_dict("dst", document["dst"]),
+        dst=side_from_dict("dst", document["dst"]),
         src_tensors=_range("src_tensors", document["src_tensors"]),
         dst_tensors=_range("dst_tensors", document["dst_tensors"]),
         tensors_per_layer=_positive("tensors_per_layer", document["tensors_per_layer"]),
@@ -229,7 +222,8 @@ def _side_to_dict(side: Side) -> dict[str, Any]:
     }
 
 
-def _side_from_dict(name: str, document: Any) -> Side:
+def side_from_dict(name: str, document: Any) -> Side:
+    """Read and check the side `name` of a part."""
     _check_fields(name, document, {*_SIDE_FIELDS})
     data_type, layout, label = (document[field] for field in ("data_type", "layout", "label"))
     shape = tuple(_integers(f"{name}.shape", document["shape"]))

@@ -28,7 +28,7 @@ from kvplan.validation import as_int, check_index, check_type
 Tokens = NDArray[np.int64]
 _Offsets = TypeVar("_Offsets", int, Tokens)
 
-_NO_PERIOD: Final = 2**62
+NO_PERIOD: Final = 2**62
 """The period of tokens that do not repeat: longer than any request."""
 
 
@@ -82,7 +82,7 @@ def spread_of(shard: Shard | None) -> Spread:
         return ALL_TOKENS
     if isinstance(tokens, Interleaved):
         return Spread(tokens.rank * tokens.size, tokens.size, tokens.ranks * tokens.size)
-    return Spread(tokens.start, len(tokens), _NO_PERIOD)
+    return Spread(tokens.start, len(tokens), NO_PERIOD)
 
 
 @dataclass(frozen=True)

@@ -70,13 +70,9 @@ def rename(error: Exception, names: Mapping[str, str]) -> None:
 
 
 def plural(count: int, word: str) -> str:
-    """Return a number with its noun: `1 block`, `3 blocks`, `3 launches`, `3 copies`."""
+    """Return a number with its noun: `1 block`, `3 blocks`, `3 copies`."""
     if count != 1:
-        word = (
-            f"{word[:-1]}ies"
-            if word.endswith("py")
-            else word + ("es" if word[-2:] == "ch" else "s")
-        )
+        word = f"{word[:-1]}ies" if word.endswith("py") else f"{word}s"
     return f"{count:,} {word}"
 
 

@@ -46,7 +46,7 @@ class PeerTensors:
     Args:
         cluster_id: the peer.
         addresses: addresses in the peer, one for each transferred tensor, in order.
-        stride: bytes from one row (slot or block) to the next there; None: as at the source.
+        stride: bytes from one row to the next there, and of a block; None: as at the source.
 
     Raises:
         TypeError: a field of the wrong type.

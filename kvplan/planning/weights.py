@@ -29,11 +29,11 @@ from kvplan.planning.side import Side, side
 from kvplan.planning.transfer import Rows, Transfer
 from kvplan.status import LLMException, invalid, within
 from kvplan.types import CacheDesc, DataType, Placement
-from kvplan.validation import open_regular, shown
+from kvplan.validation import INT64_MAX, open_regular, shown
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
-Number = Annotated[int, msgspec.Meta(ge=0)]
-Count = Annotated[int, msgspec.Meta(ge=1)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=INT64_MAX)]
 _T = TypeVar("_T")
 
 
@@ -319,7 +319,7 @@ def _check_fragment(place: str, fragment: Fragment, tensors: dict[str, Tensor]) 
 def _check_covered(tensor: Tensor, boxes: set[tuple[range, ...]]) -> None:
     """Refuse boxes that overlap, or that do not cover the tensor."""
     name = shown(tensor.tensor_id)
-    for a, b in combinations(sorted(boxes, key=lambda box: [*map(min, box)]), 2):
+    for a, b in combinations(sorted(boxes, key=lambda box: [held.start for held in box]), 2):
         if all(max(x.start, y.start) < min(x.stop, y.stop) for x, y in zip(a, b, strict=True)):
             raise invalid(
                 f"tensor {name}: fragments {_box_text(a)} and {_box_text(b)} overlap; fragments "

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvplan.planning.part import Part
 from kvplan.planning.plan import SCHEMA_VERSION, Plan
-from kvplan.planning.schema import part_from_dict, part_to_dict
+from kvplan.planning.schema import part_from_dict, part_to_dict, side_from_dict
 from kvplan.planning.segments import Segments
 from kvplan.status import invalid
 
@@ -37,7 +37,7 @@ MAX_ROW: Final = 256 << 20
 """Maximum bytes of a decoded row."""
 
 MAX_RATIO: Final = 32
-"""Maximum bytes of rows for each byte of a file. The writer reaches 15; zlib could reach 1000."""
+"""Maximum bytes of rows for each byte of a file, for the writer too. zlib could reach 1000."""
 
 SPARE_ROOM: Final = 1 << 20
 """Bytes of rows that a file may have beyond `MAX_RATIO`: short rows may compress better."""
@@ -159,14 +159,15 @@ decode: Final = msgspec.msgpack.Decoder(AnyRow).decode
 
 
 def framed(rows: Iterable[bytes], *, compress: bool = True) -> Iterator[bytes]:
-    """Yield each encoded row after its length; compress long rows."""
+    """Yield each encoded row after its length; compress long rows, up to `MAX_RATIO`."""
     pack = LENGTH.pack
     for row in rows:
         if compress and len(row) >= _COMPRESS_FROM:
             short = zlib.compress(row, 1)  # releases the GIL
-            yield pack(len(short) | COMPRESSED) + short
-        else:
-            yield pack(len(row)) + row
+            if len(short) * MAX_RATIO >= len(row):
+                yield pack(len(short) | COMPRESSED) + short
+                continue
+        yield pack(len(row)) + row
 
 
 class FoundRow(NamedTuple):
@@ -282,20 +283,20 @@ def _part(template: TemplateRow, row: PartRow) -> Part:
 def _by_rows(document: dict[str, Any], row: PartRow) -> list[NDArray[np.uint64]]:
     """Return the segments of a part that moves whole rows, merged by the part's `coalesce`."""
     src, dst = rows_of(row.src), rows_of(row.dst)
-    src_stride, dst_stride = document["src"]["stride"], document["dst"]["stride"]
+    source, target = (side_from_dict(name, document[name]) for name in ("src", "dst"))
     how = document["coalesce"]
     if document["kind"] == "B2B":
         if how == "sorted":
             order = np.lexsort((dst, src))
             src, dst = src[order], dst[order]
-        src_offsets, nbytes = src * src_stride, np.full(len(dst), dst_stride)
+        src_offsets, nbytes = src * source.stride, np.full(len(dst), target.row_nbytes)
     else:  # a slot, cut into rows of dst
-        starts = np.arange(len(dst), dtype=np.int64) * dst_stride
+        starts = np.arange(len(dst), dtype=np.int64) * target.row_nbytes
         src_offsets, nbytes = (
-            starts + src[0] * src_stride,
-            np.minimum(src_stride - starts, dst_stride),
+            starts + src[0] * source.stride,
+            np.minimum(source.row_nbytes - starts, target.row_nbytes),
         )
-    dst_offsets = dst * dst_stride
+    dst_offsets = dst * target.stride
     merged = Segments.adopt(
         src_offsets.astype(np.uint64),
         dst_offsets.astype(np.uint64),

@@ -41,6 +41,7 @@ from kvplan.recording.format import (
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
+from kvplan.validation import shown
 
 MAX_QUEUED: Final = 32 << 20  # bytes of rows that wait to be written
 _INTERVAL_S: Final = 0.05  # rows of this interval are written together
@@ -379,7 +380,11 @@ def _field(value: object) -> object:
     """Return a value of an event as a `Field`."""
     if isinstance(value, tuple):
         return [*value]
-    return value if isinstance(value, str | int | float | bool | None) else repr(value)
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="backslashreplace").decode()
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:  # of a call that was refused
+        return shown(value)
+    return value if isinstance(value, int | float | None) else repr(value)
 
 
 def _as_rows(

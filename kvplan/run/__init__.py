@@ -1,1 +1,1 @@
-"""The launcher `python -m kvplan.run`, and the plugin of vLLM and SGLang."""
+"""The launcher `python -m kvplan.run`, the plugin of vLLM and SGLang, and nothing else."""

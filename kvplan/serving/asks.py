@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Final
 
+from kvplan.serving.absent import Absent
 from kvplan.serving.book import LeaseBook, NotYetError
 from kvplan.serving.messages import MAX_PARTS, MAX_REASON, Ask, Handle, Message, Refusal, grants
 from kvplan.serving.pusher import MAX_GOAL_NBYTES, PART_NBYTES, Goal, Pusher
@@ -60,9 +61,11 @@ class Asks:
         # By handle or transfer; then by cluster id and number of the ask.
         self.waiting: dict[Handle | str, dict[tuple[int, int], Ask]] = {}
         self._consumers: dict[int, _Consumer] = {}
+        self._absent = Absent()
 
     def take(self, cluster_id: int, ask: Ask) -> None:
         """Take an ask. If a goal comes in several asks, only the last one is answered."""
+        self._absent.heard(cluster_id)
         if (data := self._whole(cluster_id, ask)) is None:
             return
         goal, nbytes = None, 0
@@ -100,8 +103,8 @@ class Asks:
         return set(self._consumers)
 
     def keep(self, linked: Collection[int]) -> None:
-        """Forget the asks of clusters that are not linked any more."""
-        for cluster_id in self._consumers.keys() - set(linked):
+        """Forget the asks of clusters that were not linked at the last call either."""
+        for cluster_id in self._absent.gone(self._consumers, linked):
             for number in list(self._consumers[cluster_id].waiting):
                 self._forget(cluster_id, number)
             self._consumers.pop(cluster_id, None)

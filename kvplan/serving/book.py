@@ -9,6 +9,7 @@ from typing import Final, Protocol
 
 from kvnative._signals import Mutex
 from kvplan.lease import BlockLease, tag_of
+from kvplan.serving.absent import Absent
 from kvplan.serving.messages import Handle, peer_log
 from kvplan.serving.tables import Blocks, CacheGroup, GroupLease, groups_of, tables_of
 from kvplan.status import LLMException, LLMStatusCode, invalid, not_exist
@@ -19,7 +20,7 @@ from kvplan.validation import shown
 logger = Log("kvplan.serving")
 
 MAX_REMEMBERED: Final = 4096  # ended requests and transfers
-MAX_EARLY: Final = 1024  # transfers that one reader has finished before they were entered
+MAX_EARLY: Final = 1024  # requests that one reader has finished before they were entered
 
 
 class Leasing(Protocol):
@@ -93,8 +94,9 @@ class LeaseBook:
         self._freed: set[Handle] = set()
         self._transfers: dict[str, Handle] = {}  # by name, of held requests
         self._ended: dict[Handle | str, str] = {}  # reasons by request or transfer, oldest first
-        # `finish` before `enter`: digest and number of readers, by reader and transfer.
-        self._early: dict[int, dict[str, tuple[bytes, int]]] = {}
+        # `finish` before `enter`: digest and number of readers, by reader and handle or transfer.
+        self._early: dict[int, dict[Handle | str, tuple[bytes, int]]] = {}
+        self._absent = Absent()
         self.expired: int = 0
 
     def __len__(self) -> int:
@@ -124,9 +126,9 @@ class LeaseBook:
 
         Raises:
             LLMException: LLM_PARAM_INVALID: the handle was used before.
+            TypeError: a table of blocks has a wrong type. The call can be repeated.
         """
         handle = handle or Handle.new()
-        early: dict[int, tuple[bytes, int]] = {}
         failure = ""
         with self._mutex:
             if handle in self._held or handle in self._ending or handle in self._ended:
@@ -134,23 +136,24 @@ class LeaseBook:
             try:
                 leases = self._lease(blocks, tag_of(request))
             except LLMException as error:
+                early = self._take_early(handle)
                 failure = f"could not be leased: {error}"
                 self._remember(handle, failure)
                 self._ending[handle] = _Held(request, (), digest, 0.0, transfer)
                 if transfer and transfer not in self._transfers:
                     self.end_transfer(transfer, failure)
             else:
+                early = self._take_early(handle)
                 deadline = self._clock() + self._ttl_ms / 1000
                 self._held[handle] = _Held(request, leases, digest, deadline, transfer)
                 if transfer and self._transfers.setdefault(transfer, handle) == handle:
                     self._ended.pop(transfer, None)
-                    early = self._take_early(transfer)
+                    early |= self._take_early(transfer)
                 elif transfer:
                     logger.warning(
-                        "request %s: another request has the name %s, and keeps it",
-                        request,
+                        "request %s: another request has the name %s, and keeps it", request,
                         shown(transfer),
-                    )
+                    )  # fmt: skip
         if failure:
             logger.warning("request %s: its blocks %s", request, failure)
             self._end(handle)
@@ -212,18 +215,19 @@ class LeaseBook:
         Args:
             handle: None if the reader knows only the transfer.
         """
+        name = handle or transfer
         with self._mutex:
-            if handle is None:
-                handle = self._transfers.get(transfer)
-                if handle is None:
-                    if transfer and transfer not in self._ended:  # still being computed
-                        early = self._early.setdefault(reader, {})
-                        early[transfer] = digest, readers
-                        if len(early) > MAX_EARLY:
-                            del early[next(iter(early))]
-                    return
-            held = self._held.get(handle)
-            if held is None or held.digest != digest:
+            self._absent.heard(reader)
+            handle = handle or self._transfers.get(transfer)
+            held = None if handle is None else self._held.get(handle)
+            if handle is None or held is None:
+                if name and name not in self._ended:  # still being computed
+                    early = self._early.setdefault(reader, {})
+                    early[name] = digest, readers
+                    if len(early) > MAX_EARLY:
+                        del early[next(iter(early))]
+                return
+            if held.digest != digest:
                 return
             held.done.add(reader)
             if len(held.done) < readers:
@@ -246,9 +250,7 @@ class LeaseBook:
             if (held := self._held.get(handle)) is not None:
                 self.expired += 1
                 logger.warning(
-                    "request %s was not fetched in %g ms: freed its blocks",
-                    held.name,
-                    self._ttl_ms,
+                    "request %s was not fetched in %g ms: freed its blocks", held.name, self._ttl_ms
                 )
             self._free(handle, f"it was not fetched in {self._ttl_ms:g} ms")
 
@@ -259,14 +261,14 @@ class LeaseBook:
                 self._end(handle)
 
     def forget_readers(self, linked: Collection[int]) -> None:
-        """Forget early `finish` calls of readers that are not linked any more."""
+        """Forget early `finish` calls of readers that were not linked at the last call either."""
         with self._mutex:
-            for reader in self._early.keys() - set(linked):
+            for reader in self._absent.gone(self._early, linked):
                 del self._early[reader]
 
     @property
     def has_early(self) -> bool:
-        """True if readers have finished transfers that are not entered yet."""
+        """True if readers have finished requests that are not entered yet."""
         return bool(self._early)
 
     @property
@@ -311,12 +313,12 @@ class LeaseBook:
         if len(self._ended) > MAX_REMEMBERED:
             del self._ended[next(iter(self._ended))]
 
-    def _take_early(self, transfer: str) -> dict[int, tuple[bytes, int]]:
-        """Remove and return early `finish` calls of a transfer, by reader; the lock is held."""
+    def _take_early(self, name: Handle | str) -> dict[int, tuple[bytes, int]]:
+        """Remove and return early `finish` calls of a request, by reader; the lock is held."""
         found = {}
         for reader, early in list(self._early.items()):
-            if transfer in early:
-                found[reader] = early.pop(transfer)
+            if name in early:
+                found[reader] = early.pop(name)
                 if not early:
                     del self._early[reader]
         return found
@@ -332,7 +334,7 @@ class LeaseBook:
                 )
                 first = table.skipped and table.skipped * group.block_tokens
                 leases.append(GroupLease(lease, first))
-        except LLMException:
+        except BaseException:
             for group_lease in leases:  # no peer has them
                 self._release(tag, group_lease.lease)
             raise

@@ -228,8 +228,10 @@ class Exchange:
         A request whose content is gone fails, at the latest after the timeouts.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: a request of this name has not ended yet.
+            LLMException: LLM_PARAM_INVALID: the name is in use, or `target.first_token` is < 0.
         """
+        if target.first_token < 0:
+            raise invalid(f"target.first_token={target.first_token} must be >= 0")
         with self._calling:
             self._check_idle(request)
             if self._call(self._fetch, request, reference, target):
@@ -255,7 +257,7 @@ class Exchange:
         """Wait for a result or a freed request; return False after the timeout (None: no limit).
 
         Raises:
-            ValueError: timeout_ms is < 0 or NaN.
+            TypeError, ValueError: timeout_ms is not a number, < 0 or NaN.
         """
         check_timeout(timeout_ms)
         limit = None if timeout_ms is None else min(timeout_ms / 1000, TIMEOUT_MAX)

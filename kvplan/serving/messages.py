@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from kvplan.status import invalid
 from kvplan.system.logs import LimitedLog, Log
-from kvplan.validation import printable, resolved, shown
+from kvplan.validation import check_type, printable, resolved, shown
 
 peer_log = LimitedLog(Log("kvplan.serving"))
 """Rate-limited log for lines that peers can cause."""
@@ -162,7 +162,8 @@ def decode(data: bytes) -> Message:
 
 def pieces(data: bytes) -> list[bytes]:
     """Return data in pieces that fit into a message each; at least one piece."""
-    return [data[at : at + MAX_PART] for at in range(0, len(data), MAX_PART)] or [b""]
+    cuts = range(0, len(data), MAX_PART)
+    return [data] if len(data) <= MAX_PART else [data[at : at + MAX_PART] for at in cuts]
 
 
 def grants(number: int, handle: bytes, pushed: int, leases: bytes) -> list[Grant]:
@@ -213,10 +214,17 @@ def token_digest(tokens: Sequence[int], *extra: str) -> bytes:
     Args:
         tokens: ids of the tokens, from the first on.
         extra: further inputs of the cache, such as the name and the path of an adapter.
+
+    Raises:
+        TypeError: tokens that are not ints below 2**63, or an extra input that is not str.
     """
-    digest = blake2b(array("q", tokens).tobytes(), digest_size=16, person=b"kvplan.tokens.1")
-    for value in extra:
-        text = value.encode()
+    try:
+        ids = array("q", [*tokens])
+    except (TypeError, OverflowError) as error:
+        raise TypeError(f"tokens={shown(tokens)} must be ints below 2**63: {error}") from None
+    digest = blake2b(ids.tobytes(), digest_size=16, person=b"kvplan.tokens.1")
+    for at, value in enumerate(extra):
+        text = check_type(f"extra[{at}]", value, str).encode(errors="surrogatepass")
         digest.update(len(text).to_bytes(8, "little") + text)
     return digest.digest()
 

@@ -21,6 +21,7 @@ from kvplan.status import (
     link_failed,
     not_exist,
     timed_out,
+    without_frames,
 )
 
 _T = TypeVar("_T")
@@ -144,7 +145,7 @@ class Producers:
             when, *what, failure = peer.failure
             if failure is not None and what == [source, instance] and when >= asked:
                 # Otherwise all requests that wait here would try again, one after another.
-                raise LLMException(str(failure.args[0]), status_code=failure.status_code)
+                raise without_frames(failure)
             try:
                 await self._try_to_meet(peer, source, instance)
             except LLMException as error:

@@ -53,7 +53,7 @@ class Target:
     Args:
         blocks: local blocks of all tokens of the request in their order; for several groups, a
             table for each.
-        first_token: the first missing token; tokens before it are not touched.
+        first_token: the first missing token, >= 0; tokens before it are not touched.
     """
 
     blocks: Blocks
@@ -195,7 +195,6 @@ class Puller:
                 )
             except Exception as raised:
                 error = raised
-                self._end_asks(pull, LLMException("another worker has failed"))
             if pull.goal is not None:
                 await self._release(pull, pull.goal)
         if target is None:
@@ -215,36 +214,32 @@ class Puller:
         """Report the result of a request; may run in the thread of its transfer."""
         pull.has_ended = True
         self._forget(pull)
-        tokens = pull.reference.num_tokens - target.first_token
         took_ms = (time.perf_counter() - pull.started) * 1000
-        wait_ms = took_ms - pull.move_ms
+        result = PullResult(
+            pull.request,
+            error,
+            target.blocks,
+            target.first_token,
+            tokens=max(0, pull.reference.num_tokens - target.first_token),
+            nbytes=pull.nbytes,
+            wait_ms=took_ms - pull.move_ms,
+            move_ms=pull.move_ms,
+            pushed=pull.pushed,
+        )
         if error is not None:
             logger.warning("%s: not fetched after %.1f ms: %s", pull.request, took_ms, error)
         elif logger.isEnabledFor(logging.INFO):
             logger.info(
-                "%s: %d tokens (%d bytes, %d tokens pushed) from %d workers in %.1f ms, after "
-                "%.1f ms",
+                "%s: %d tokens (%d bytes, %d pushed) from %d workers in %.1f ms, after %.1f ms",
                 pull.request,
-                tokens,
-                pull.nbytes,
-                pull.pushed,
+                result.tokens,
+                result.nbytes,
+                result.pushed,
                 len(pull.sources),
-                pull.move_ms,
-                wait_ms,
+                result.move_ms,
+                result.wait_ms,
             )
-        self._report(
-            PullResult(
-                pull.request,
-                error,
-                target.blocks,
-                target.first_token,
-                tokens,
-                pull.nbytes,
-                wait_ms,
-                pull.move_ms,
-                pull.pushed,
-            )
-        )
+        self._report(result)
 
     def receive(self, cluster_id: int, message: Grant | Refusal) -> None:
         """Take an answer, or drop an unexpected one."""
@@ -252,8 +247,8 @@ class Puller:
         if answer is None or answer.cluster_id != cluster_id or answer.granted.done():
             return
         if isinstance(message, Refusal):
-            reason = "".join(char if char.isprintable() else "?" for char in message.reason)
-            answer.granted.set_exception(not_exist(f"cluster {cluster_id} refuses: {reason}"))
+            why = f"cluster {cluster_id} refuses: {message.reason}"
+            answer.granted.set_exception(not_exist(why))
             return
         answer.parts[message.part :] = [message.data]  # after a link broke, parts come again
         if len(answer.parts) < message.parts:
@@ -336,7 +331,10 @@ class Puller:
         data = b"" if goal is None else goal.to_bytes()
         if len(pull.sources) == 1:
             return [await self._ask(pull, data, pull.sources[0])]
-        return await asyncio.gather(*map(partial(self._ask, pull, data), pull.sources))
+        try:
+            return await asyncio.gather(*map(partial(self._ask, pull, data), pull.sources))
+        finally:
+            self._end_asks(pull, LLMException("another worker has failed"))
 
     async def _ask(self, pull: Pull, data: bytes, source: Source) -> _Granted:
         """Ask a source for its leases, and wait until it has finished the request."""
@@ -377,11 +375,10 @@ class Puller:
 
     async def _release(self, pull: Pull, goal: Goal) -> None:
         """Release a goal, and retry if a stopped producer delays that; then no producer writes."""
+        cluster_id = pull.sources[0].cluster_id
         while True:
             try:
-                await self._helpers.run(
-                    pull.sources[0].cluster_id, self._engine.release, goal.lease
-                )
+                await self._helpers.run(cluster_id, self._engine.release, goal.lease)
             except LLMException as error:
                 logger.warning("%s: could not release its blocks: %s", pull.request, error)
                 if error.status_code is LLMStatusCode.LLM_TIMEOUT:

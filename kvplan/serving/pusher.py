@@ -275,11 +275,8 @@ class Pusher:
                     if not push.broken:
                         peer_log.warning(
                             "%s: only %d tokens were pushed to cluster %d: %s",
-                            transfer,
-                            push.arrived,
-                            cluster_id,
-                            error,
-                        )
+                            transfer, push.arrived, cluster_id, error,
+                        )  # fmt: skip
                     push.broken = True
                 if not push.broken:
                     push.arrived = end

@@ -17,7 +17,7 @@ from kvplan.planning.transfer import Rows, Transfer
 from kvplan.serving.messages import Context, LayerRange, Number
 from kvplan.status import invalid, not_exist
 from kvplan.types import Cache
-from kvplan.validation import shown
+from kvplan.validation import INT64_MAX, check_range, shown
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,14 @@ class CacheGroup:
     @cached_property
     def unit_nbytes(self) -> int:
         """The bytes of `token_unit` tokens in all layers."""
-        return (
-            self.block_nbytes
-            // self.cache.cache_desc.shape[self.cache.cache_desc.seq_len_dim_index]
-        )
+        desc = self.cache.cache_desc
+        return self.block_nbytes // desc.shape[desc.seq_len_dim_index]
 
     @cached_property
     def block_nbytes(self) -> int:
         """The bytes of a block in all layers."""
         desc = self.cache.cache_desc
-        return desc.nbytes // desc.batch_size
+        return desc.num_tensors * desc.rows_nbytes // desc.batch_size
 
     def units_between(self, first_token: int, end_token: int) -> int:
         """Return how many units of `token_unit` tokens the cache has between two tokens."""
@@ -129,6 +127,8 @@ def tables_of(blocks: Blocks, groups: int) -> tuple[Table, ...]:
     tables = tuple(table for table in blocks if isinstance(table, Table))
     if len(tables) != len(blocks) or len(tables) != groups:
         raise invalid(f"blocks={shown(blocks)} must have a Table for each of {groups} groups")
+    for table in tables:
+        check_range("skipped", table.skipped, 0, INT64_MAX)
     return tables
 
 

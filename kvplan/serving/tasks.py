@@ -6,8 +6,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Any, Final, TypeVar, TypeVarTuple
 from weakref import WeakValueDictionary
 
@@ -26,7 +28,6 @@ _MAX_THREADS: Final = 4096  # started on demand: some for each stopped peer
 
 OWN: Final = -1
 """The program itself, in place of a cluster id."""
-
 
 _LIMIT: Final = positive(float, int)
 _NUMBER: Final = positive(int)
@@ -113,12 +114,23 @@ class PeerThreads:
         self._slots: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
 
     async def run(self, cluster_id: int, function: Callable[[*_Args], _T], *args: *_Args) -> _T:
-        """Call a function in a thread of a peer; wait while `max_of_peer` are in use."""
+        """Call in a thread of a peer, at most `max_of_peer` at a time; here if none can start."""
         slots = self._slots.get(cluster_id)
         if slots is None:
             slots = self._slots[cluster_id] = asyncio.Semaphore(self._max_of_peer)
+        gate = Lock()
+        running: asyncio.Future[_T] | None = None
+
+        def call() -> _T:
+            with gate:
+                if running is None:
+                    raise RuntimeError("called elsewhere")
+            return function(*args)
+
         async with slots:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+            with gate, suppress(RuntimeError):  # no thread, but `call` stays in the pool's queue
+                running = asyncio.get_running_loop().run_in_executor(self._pool, call)
+            return function(*args) if running is None else await running
 
     def close(self) -> None:
         """Wait for all calls, and stop the threads."""

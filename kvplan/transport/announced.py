@@ -37,14 +37,15 @@ class Writer(Generic[_Peer]):
     def __init__(self, peer: _Peer, read: Callable[[_Peer], Tickets | None]) -> None:
         self.peer = peer
         self.tickets: Tickets | None = None  # in progress since the first read; None: not read yet
+        self.is_late = False  # by the last read
         self._read = read
 
     def is_writing(self) -> bool:
         """Return whether a write that the first read has found may still be in progress."""
-        if (standing := self._read(self.peer)) is None:
-            return True
-        self.tickets = standing if self.tickets is None else self.tickets & standing
-        return bool(self.tickets)
+        if (standing := self._read(self.peer)) is not None:
+            self.tickets = standing if self.tickets is None else self.tickets & standing
+        self.is_late = standing is None or bool(self.tickets)
+        return self.is_late
 
 
 class Writers(Generic[_Peer]):
@@ -58,19 +59,21 @@ class Writers(Generic[_Peer]):
     def wait(self, peers: Iterable[_Peer]) -> LateWriters | None:
         """Wait for peers that are writing; return those that do not stop in time."""
         writers = [Writer(peer, self._read) for peer in peers]
+        writers.sort(key=lambda writer: writer.peer in self._stalled)  # others may answer at once
         began = time.monotonic()
-        while late := [writer for writer in writers if writer.is_writing()]:
+        while late := _late(writers, began + WRITER_TIMEOUT_S):
             patience = _STALLED_S if all(map(self._has_stalled, late)) else WRITER_TIMEOUT_S
             if (waited_s := time.monotonic() - began) > patience:
                 break
             time.sleep(max(_POLL_S, waited_s / 16))
             writers = late
-        for writer in late:
+        stalled = [writer for writer in late if writer.is_late]  # the others were not asked again
+        for writer in stalled:
             self._stalled[writer.peer] = writer.tickets
         if not late:
             return None
         return LateWriters(
-            plural(len(late), "peer"), lambda: any(writer.is_writing() for writer in late)
+            plural(len(stalled), "peer"), lambda: any(writer.is_writing() for writer in late)
         )
 
     def _has_stalled(self, writer: Writer[_Peer]) -> bool:
@@ -79,6 +82,15 @@ class Writers(Generic[_Peer]):
         if before is None or writer.tickets is None:
             return before is writer.tickets
         return writer.tickets <= before
+
+
+def _late(writers: Iterable[Writer[_Peer]], deadline: float) -> list[Writer[_Peer]]:
+    """Return the writers that may be writing; past the deadline one is enough to ask no others."""
+    late: list[Writer[_Peer]] = []
+    for writer in writers:
+        if (late and time.monotonic() > deadline) or writer.is_writing():
+            late.append(writer)
+    return late
 
 
 class AnnouncedRegistrations(Registrations[_Range, _Holder], Generic[_Range, _Holder, _Peer]):

@@ -322,7 +322,7 @@ class PeerMemory:
         self._link = link
 
     def backend(
-        self, pool: ThreadPool, direction: Direction, other: TensorMemory
+        self, pool: ThreadPool, direction: Direction, other: TensorMemory, timeout_ms: float | None
     ) -> Backend | None:
         """See `TensorMemory.backend`."""
         raise NotImplementedError

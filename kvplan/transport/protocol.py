@@ -95,12 +95,12 @@ class Renewable(Protocol):
     Attributes:
         request_renewal: Set by the user of the link. A thread calls it if the connection does not
             reach memory, or was disturbed. It returns once another connection is in use, or raises
-            LLMException.
+            LLMException. The argument is its limit in milliseconds; None: a default.
         notify_unused: Set by the user of the link. Called when this end does not use a generation
             any more. It must not block.
     """
 
-    request_renewal: Callable[[], None] | None
+    request_renewal: Callable[[float | None], None] | None
     notify_unused: Callable[[int], None]
 
     def open(self, generation: int) -> bytes:

@@ -1,7 +1,7 @@
 """The connector that vLLM loads (docs/how-to/vllm.md), in two halves: scheduler and worker.
 
 Only `connector` and `stats` import vLLM, so that the rest can be tested without it. `proxy` is a
-program of its own.
+program of its own. The room must not know how bytes move: `kvplan.serving` does.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Call:
         """Read a request; raise `Refused` if its body is not a JSON object."""
         try:
             body = await request.json()
-        except ValueError as error:
+        except (ValueError, LookupError, RecursionError) as error:  # LookupError: the charset
             raise Refused(400, f"the body is not JSON: {error}") from None
         if not isinstance(body, dict):
             raise Refused(400, f"the body is {type(body).__name__}; it must be a JSON object")
@@ -219,9 +219,8 @@ class Proxy:
                 ) as response:
                     if response.status == web.HTTPOk.status_code:
                         answer = await response.json()
-                        found: dict[str, Any] | None = answer.get("kv_transfer_params")
-                        if found:
-                            reference = found.get("kvplan") or {}
+                        if found := _object_in(answer, "kv_transfer_params"):
+                            reference = _object_in(found, "kvplan")
                             self._producers[url] = {
                                 field: reference.get(field) for field in _PRODUCER_FIELDS
                             }
@@ -332,6 +331,12 @@ async def _close_unread(opening: asyncio.Future[tuple[str, aiohttp.ClientRespons
     opening.cancel()
     with suppress(asyncio.CancelledError, aiohttp.ClientError, Refused):
         (await opening)[1].close()
+
+
+def _object_in(answer: object, name: str) -> dict[str, Any]:
+    """Return the JSON object of this name in a server's answer; empty if there is none."""
+    found = answer.get(name) if isinstance(answer, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _text(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Hosts, made of network namespaces; engines on them, whose processes are used again."""
+"""Hosts made of network namespaces, and engines on them, whose processes are reused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Idle = dict[int, list[Engine]]
 
 @pytest.fixture(scope="session")
 def make_hosts() -> Iterator[Callable[[int], list[Namespace]]]:
-    """Makes so many hosts on one network."""
+    """A function that makes a number of hosts on one network."""
     with ExitStack() as opened:
 
         def make(count: int) -> list[Namespace]:
@@ -44,25 +44,25 @@ def three(make_hosts: Callable[[int], list[Namespace]]) -> list[Namespace]:
 
 @pytest.fixture
 def hosts(cable: list[Namespace]) -> Iterator[list[Namespace]]:
-    """Two hosts, joined by a cable, which is whole before and after the test."""
+    """Two hosts, joined by a cable that is restored after the test."""
     yield cable
-    if not network.plugged(cable[0]):
+    if not network.is_plugged(cable[0]):
         network.plug(*cable)
     network.mend(*cable)
 
 
 @pytest.fixture(scope="session")
 def idle() -> Iterator[Idle]:
-    """Processes without an engine, by host: to start one takes longer than most tests."""
+    """Processes without an engine, by host. Starting a process takes longer than most tests."""
     engines: Idle = {}
     yield engines
-    for item in (item for them in engines.values() for item in them):
-        item.close()
+    for engine in (engine for idle_engines in engines.values() for engine in idle_engines):
+        engine.close()
 
 
 @pytest.fixture(scope="session")
 def cluster_key(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The file of a key that all of them have, without which nobody listens to a network."""
+    """The key file of all engines; without a key, no engine listens on a network."""
     file = tmp_path_factory.mktemp("across") / "cluster.key"
     ClusterKey.generate().save(file)
     return str(file)
@@ -70,7 +70,10 @@ def cluster_key(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def make_engine(idle: Idle, cluster_key: str) -> Iterator[MakeEngine]:
-    """Makes engines: on a host, of a cluster, with options; `before`: words of its command."""
+    """A function that makes an engine on a host, with a cluster id and options.
+
+    `before` are words that precede the command of its process.
+    """
     with ExitStack() as held:
 
         def make(host: Namespace, cluster_id: int, *before: str, **options: object) -> Engine:
@@ -87,11 +90,11 @@ def make_engine(idle: Idle, cluster_key: str) -> Iterator[MakeEngine]:
 
 
 def finish(engine: Engine, ready: list[Engine] | None) -> None:
-    """End an engine; its process goes to those that are ready, or ends as well."""
+    """End an engine. Its process is kept for reuse in `ready`, or ends as well."""
     try:
         if not engine.dead:
             engine.resume()
-            engine.run("it.end()")
+            engine.run("holder.end()")
     except BaseException:
         engine.dead = True
         raise
@@ -104,7 +107,7 @@ def finish(engine: Engine, ready: list[Engine] | None) -> None:
 
 @pytest.fixture
 def pair(hosts: list[Namespace], make_engine: MakeEngine) -> tuple[Engine, Engine]:
-    """Engines of clusters 1 and 2 on two hosts, linked; only the first one's cache is filled."""
+    """Linked engines of clusters 1 and 2 on two hosts; only the first one's cache is filled."""
     owner, user = (make_engine(host, number) for number, host in enumerate(hosts, 1))
     owner.hold(seed=1)
     user.hold(seed=None)

@@ -1,4 +1,4 @@
-"""What an `Engine` has on its host: `it`, which holds the engine and a cache."""
+"""The process of an `Engine`: `holder` holds an engine and a cache."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ LONG_MS = 30_000
 
 
 class Holder:
-    """An engine, and a cache of it: slot 0 is what is moved, nothing may touch slot 1."""
+    """An engine and its cache. Transfers use slot 0, and must never write to slot 1."""
 
     datadist: LlmDataDist
     cache: Cache
     arrays: list[Tensor]
 
     def begin(self, cluster_id: int, options: dict[str, Any]) -> str | None:
-        """Have an engine; returns where it listens."""
+        """Start an engine; return its address."""
         self.datadist = LlmDataDist(cluster_id, LlmRole.MIX)
         self.datadist.initialize(Options(**options))
         return self.datadist.listen_address
 
     def hold(self, memory: str, seed: int | None, num_tensors: int, shape: tuple[int, ...]) -> int:
-        """Have a cache of that memory, "allocated" or "registered"; returns its id."""
+        """Make a cache in "allocated" or "registered" memory; return its id."""
         desc = CacheDesc(num_tensors, tuple(shape), kvplan.DataType.DT_INT32)
         self.cache, self.arrays = make_cache(self.datadist, memory, seed, desc)
         return self.cache.cache_id
 
     def move(self, direction: str, peer: int, cache_id: int, timeout_ms: int) -> dict[str, Any]:
-        """Move slot 0 from that cache of the peer, or into it; returns what came of it."""
+        """Pull slot 0 from a peer's cache, or push it there; return the result."""
         there = CacheIndex(peer, cache_id)
         if direction == "pull":
             return outcome(
@@ -46,7 +46,7 @@ class Holder:
         return outcome(lambda: self.datadist.push_cache(self.cache, there, timeout_ms=timeout_ms))
 
     def wrong(self, seed: int, unconfirmed: list[tuple[int, int]]) -> list[str]:
-        """Say what in the cache is not as it must be, a descriptor being slot 0 of a tensor."""
+        """Return the errors in the cache. Descriptor i is slot 0 of tensor i."""
         missing = {number for first, last in unconfirmed for number in range(first, last)}
         expected = pattern(seed, self.cache.cache_desc)
         found = []
@@ -58,7 +58,7 @@ class Holder:
         return found
 
     def fill(self, seed: int) -> None:
-        """Give the whole cache another pattern."""
+        """Fill the whole cache with the pattern of a seed."""
         for array, values in zip(self.arrays, pattern(seed, self.cache.cache_desc), strict=True):
             array[:] = values
 
@@ -74,7 +74,7 @@ class Holder:
 
 
 def outcome(call: Callable[[], object]) -> dict[str, Any]:
-    """Call it; returns status, message, unconfirmed descriptors and seconds."""
+    """Call a function; return status, message, unconfirmed descriptors and duration."""
     began, status, text, unconfirmed = time.monotonic(), "LLM_SUCCESS", "", []
     try:
         call()
@@ -88,7 +88,7 @@ def outcome(call: Callable[[], object]) -> dict[str, Any]:
 def names() -> dict[str, Any]:
     logging.getLogger("kvplan").setLevel(logging.CRITICAL)
     return {item: getattr(kvplan, item) for item in kvplan.__all__} | {
-        "it": Holder(),
+        "holder": Holder(),
         "np": np,
         "outcome": outcome,
         "link_of": link_of,

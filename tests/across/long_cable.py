@@ -1,8 +1,8 @@
-"""A cable that is long, for kernels that cannot delay packets themselves (no netem).
+"""A cable with a delay, for kernels that cannot delay packets themselves (no netem).
 
-Its ends are TAP devices, each held by a process of this file, which hands what the device sends to
-the other process, and gives to the device what comes from there once it has been on its way for so
-long. Both go with their processes.
+Its ends are TAP devices. A process of this file holds each of them: it passes frames of its device
+to the other process, and delivers frames of the other process to its device after the delay. A
+device ends with its process.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ FRAME = 65536
 
 @contextmanager
 def long_cable(here: Namespace, there: Namespace, delay_s: float) -> Iterator[None]:
-    """Join two hosts by such a cable instead of theirs, which is gone then.
+    """Replace the cable between two hosts by one with a delay.
 
     Raises:
-        NamespacesError: there are no TAP devices here.
+        NamespacesError: TAP devices are not available.
     """
     if not os.access(TUN, os.R_OK | os.W_OK):
         raise NamespacesError(f"{TUN} cannot be opened: load the module tun, as root")
@@ -59,7 +59,7 @@ def long_cable(here: Namespace, there: Namespace, delay_s: float) -> Iterator[No
 
 
 def carry(tap: int, other: socket.socket, delay_s: float) -> None:
-    """Hand frames from one to the other, and back, later; until the other process is gone."""
+    """Pass frames in both directions, delaying those to `tap`, until the other process ends."""
     under_way: deque[tuple[float, bytes]] = deque()
     while True:
         wait = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
@@ -72,12 +72,12 @@ def carry(tap: int, other: socket.socket, delay_s: float) -> None:
                 return
             under_way.append((time.monotonic() + delay_s, frame))
         while under_way and under_way[0][0] <= time.monotonic():
-            with suppress(OSError):  # a device that is down takes nothing: the frame is lost
+            with suppress(OSError):  # a device that is down loses the frame
                 os.write(tap, under_way.popleft()[1])
 
 
 def main(end: str, interface: str, delay_s: str) -> None:
-    """Make the device in this network namespace, say so, and carry."""
+    """Make the device in this network namespace, print "ready", and pass frames."""
     tap = os.open(TUN, os.O_RDWR)
     fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH22x", interface.encode(), IFF_TAP | IFF_NO_PI))
     sys.stdout.write("ready\n")

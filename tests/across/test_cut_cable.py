@@ -1,6 +1,6 @@
-"""The cable is cut in the middle of a transfer, or pulled out, and comes back.
+"""The cable is cut or removed in the middle of a transfer, and restored.
 
-By one connection; KVPLAN_TEST_ACROSS=all (`make across`) does it by three as well.
+Transfers use one connection; with KVPLAN_TEST_ACROSS=all (`make across`), three as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def directions(test: Callable[..., None]) -> Callable[..., None]:
 
 
 class Link:
-    """Two linked engines on two hosts, whose bytes go one way, slowly."""
+    """Two linked engines on two hosts. Bytes in the direction of the transfer are slow."""
 
     def __init__(
         self, hosts: list[Namespace], make_engine: MakeEngine, direction: str, **options: int
@@ -45,12 +45,12 @@ class Link:
         network.limit(self.source.host, RATE)
 
     def begin(self, timeout_ms: int) -> None:
-        """Return in the middle of it."""
+        """Begin a transfer, and return in the middle."""
         self.user.begin_move(self.direction, self.peer, timeout_ms)
         network.wait_for_bytes(self.target.host, SOME)
 
     def works_again(self) -> None:
-        """As `works`, where a push was given up: what it had sent may have cost the link."""
+        """Check as `works` does, after an abandoned push: its rest may have broken the link."""
         network.mend(self.source.host)
         self.target.clear()
         status = self.user.move(self.direction, self.peer).status
@@ -64,7 +64,7 @@ class Link:
             self.target.check(seed=1)
 
     def works(self) -> None:
-        """Move everything, as if nothing had been."""
+        """Check that a transfer of everything succeeds again."""
         network.mend(self.source.host)
         self.target.clear()
         assert self.user.move(self.direction, self.peer).status == "LLM_SUCCESS"
@@ -72,7 +72,7 @@ class Link:
 
 
 @directions
-def test_cut_and_restored_in_time(
+def test_a_transfer_survives_a_short_cut(
     hosts: list[Namespace], make_engine: MakeEngine, direction: str, connections: int
 ) -> None:
     link = Link(hosts, make_engine, direction, tcp_connections=connections, **PATIENT)
@@ -85,7 +85,7 @@ def test_cut_and_restored_in_time(
 
 
 @directions
-def test_cut_until_the_deadline(
+def test_a_cut_until_the_deadline_times_out(
     hosts: list[Namespace], make_engine: MakeEngine, direction: str, connections: int
 ) -> None:
     link = Link(hosts, make_engine, direction, tcp_connections=connections, **PATIENT)
@@ -101,7 +101,7 @@ def test_cut_until_the_deadline(
 
 
 @directions
-def test_cut_until_the_peer_is_given_up(
+def test_a_long_cut_breaks_the_link(
     hosts: list[Namespace], make_engine: MakeEngine, direction: str, connections: int
 ) -> None:
     link = Link(hosts, make_engine, direction, tcp_connections=connections, **QUICK)
@@ -118,8 +118,8 @@ def test_cut_until_the_peer_is_given_up(
     link.works()
 
 
-def test_pulled_out_and_another_put_in(hosts: list[Namespace], make_engine: MakeEngine) -> None:
-    """The same engines link again, over the new one."""
+def test_a_removed_cable_breaks_the_link(hosts: list[Namespace], make_engine: MakeEngine) -> None:
+    """The same engines link again over the new cable."""
     link = Link(hosts, make_engine, "pull", **QUICK)
     link.begin(timeout_ms=30_000)
     network.unplug(hosts[0])
@@ -134,7 +134,7 @@ def test_pulled_out_and_another_put_in(hosts: list[Namespace], make_engine: Make
 
 
 @directions
-def test_the_peer_is_killed(
+def test_a_killed_peer_ends_the_transfer(
     hosts: list[Namespace], make_engine: MakeEngine, direction: str, connections: int
 ) -> None:
     link = Link(hosts, make_engine, direction, tcp_connections=connections, **PATIENT)
@@ -146,18 +146,18 @@ def test_the_peer_is_killed(
     if direction == "pull":
         link.target.check(1, outcome)
     network.mend(*hosts)
-    again = make_engine(hosts[0], 1, tcp_connections=connections, **PATIENT)
-    again.hold(1 if direction == "pull" else None)
+    revived = make_engine(hosts[0], 1, tcp_connections=connections, **PATIENT)
+    revived.hold(1 if direction == "pull" else None)
     link.user.wait_for_state(link.peer, "BROKEN")
-    link.user.link(again)
-    target = link.user if direction == "pull" else again
+    link.user.link(revived)
+    target = link.user if direction == "pull" else revived
     target.clear()
-    assert link.user.move(direction, again).status == "LLM_SUCCESS"
+    assert link.user.move(direction, revived).status == "LLM_SUCCESS"
     target.check(seed=1)
 
 
 @directions
-def test_the_peer_stops_until_the_deadline(
+def test_a_stopped_peer_times_out(
     hosts: list[Namespace], make_engine: MakeEngine, direction: str, connections: int
 ) -> None:
     link = Link(hosts, make_engine, direction, tcp_connections=connections, **PATIENT)
@@ -176,19 +176,19 @@ def test_the_peer_stops_until_the_deadline(
 def test_resources_at_the_other_end_of_a_cut_cable_are_released(
     hosts: list[Namespace], make_engine: MakeEngine, direction: str, connections: int, memory: str
 ) -> None:
-    """Never bytes of what is there after it, nor into it."""
+    """A transfer must not read memory after its release, nor write to it."""
     link = Link(hosts, make_engine, direction, tcp_connections=connections, **PATIENT)
     link.peer.hold(1 if direction == "pull" else None, memory)
     link.begin(timeout_ms=30_000)
     ends = "deallocate_cache" if memory == "allocated" else "unregister_cache"
-    argument = "it.cache" if memory == "allocated" else "it.cache.cache_id"
-    link.peer.run(f"it.datadist.{ends}({argument})")
-    if memory == "registered":  # it is the program's own, which goes on using it
-        link.peer.run("for array in it.arrays: array[:] = 77")
+    argument = "holder.cache" if memory == "allocated" else "holder.cache.cache_id"
+    link.peer.run(f"holder.datadist.{ends}({argument})")
+    if memory == "registered":  # registered memory belongs to the program, which reuses it
+        link.peer.run("for array in holder.arrays: array[:] = 77")
     outcome = link.user.moved()
     assert outcome.status == "LLM_KV_CACHE_NOT_EXIST", outcome
     if direction == "pull":
         link.user.check(1, outcome)
     elif memory == "registered":
-        assert link.peer.run("result = all((it == 77).all() for it in it.arrays)")
+        assert link.peer.run("result = all((array == 77).all() for array in holder.arrays)")
     assert link.user.state(link.peer) == "LINKED"

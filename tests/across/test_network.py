@@ -1,4 +1,4 @@
-"""Networks that are slow, lose packets, take their time: every byte arrives all the same."""
+"""Networks that are slow, lossy or distant: every byte still arrives."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ DELAY_MS = 10
 
 @contextmanager
 def whole(*_: Namespace) -> Iterator[None]:
-    """As it is."""
+    """Leave the network unchanged."""
     yield
 
 
 @contextmanager
 def slow(*hosts: Namespace) -> Iterator[None]:
-    """With queues that overflow, too."""
+    """Limit the rate, which also makes queues overflow."""
     for host in hosts:
         network.limit(host, "200mbit")
     yield
@@ -39,7 +39,7 @@ def lossy(*hosts: Namespace) -> Iterator[None]:
 
 @contextmanager
 def distant(*hosts: Namespace) -> Iterator[None]:
-    """Delayed by the kernel or, where it cannot, by a cable of our own."""
+    """Delay packets by the kernel, or by a `long_cable` where the kernel cannot."""
     try:
         for host in hosts:
             host.shape("netem", "delay", f"{DELAY_MS}ms")

@@ -1,4 +1,4 @@
-"""Routes of transfers: what `auto` chooses, which interface, which port."""
+"""Routes of transfers: the transport that `auto` chooses, interfaces and ports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.namespaces import Namespace
 SECOND = "eth1"
 
 
-def moved(peer: Engine, user: Engine) -> None:
+def check_pull(peer: Engine, user: Engine) -> None:
     peer.hold(seed=1)
     user.hold(seed=None)
     user.link(peer)
@@ -26,20 +26,20 @@ def moved(peer: Engine, user: Engine) -> None:
 
 
 def transport(user: Engine, peer: Engine) -> str:
-    return str(user.run(f"result = link_of(it.datadist, {peer.cluster_id}).transport"))
+    return str(user.run(f"result = link_of(holder.datadist, {peer.cluster_id}).transport"))
 
 
 @pytest.mark.parametrize(
     ("before", "expected"), [((), "local"), (OWN_PROCESSES, "tcp")], ids=["one host", "two hosts"]
 )
-def test_auto_is_local_only_where_that_works(
+def test_auto_is_local_only_if_the_peer_is_reachable_locally(
     hosts: list[Namespace], make_engine: MakeEngine, before: tuple[str, ...], expected: str
 ) -> None:
     peer, user = (
         make_engine(host, number, *before, transport="auto") for number, host in enumerate(hosts, 1)
     )
     before_it = network.received(hosts[1])
-    moved(peer, user)
+    check_pull(peer, user)
     assert transport(user, peer) == expected
     assert (network.received(hosts[1]) - before_it > NBYTES) == (expected == "tcp")
 
@@ -61,11 +61,11 @@ while True:
     for ends in ((outer, inner), (inner, outer)):
         threading.Thread(target=copied, args=ends, daemon=True).start()
 """
-"""A port mapping: passes connections on, as Docker's proxy does."""
+"""A port mapping that passes connections on, as Docker's proxy does."""
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["all addresses", "port mapping"])
-def test_peers_link_to_the_address_that_is_advertised(
+def test_peers_link_to_the_advertised_address(
     three: list[Namespace], make_engine: MakeEngine, mapped: bool
 ) -> None:
     inside, outside, gateway = three
@@ -84,13 +84,13 @@ def test_peers_link_to_the_address_that_is_advertised(
         (port,) = network.listening(inside, peer.pid)
         assert peer.address == f"{inside.address}:{port}"
     before = network.received(gateway)
-    moved(peer, make_engine(outside, 2, transport="tcp"))
+    check_pull(peer, make_engine(outside, 2, transport="tcp"))
     assert (network.received(gateway) - before > NBYTES) is mapped
 
 
 @pytest.fixture(scope="module")
 def with_two_cables(make_hosts: Callable[[int], list[Namespace]]) -> list[Namespace]:
-    """Two hosts with interfaces eth0 and eth1 each, of two networks."""
+    """Two hosts with interfaces eth0 and eth1 each, on two networks."""
     here, there = make_hosts(2)
     ends = ("type", "veth", "peer", "name", SECOND, "netns", str(there.pid))
     here.run("ip", "link", "add", SECOND, *ends)
@@ -103,7 +103,7 @@ def with_two_cables(make_hosts: Callable[[int], list[Namespace]]) -> list[Namesp
 
 
 @pytest.mark.parametrize("interface", ["eth0", SECOND])
-def test_bytes_go_where_the_peer_listens(
+def test_bytes_use_the_interface_at_which_the_peer_listens(
     with_two_cables: list[Namespace], make_engine: MakeEngine, interface: str
 ) -> None:
     there, here = with_two_cables
@@ -111,21 +111,21 @@ def test_bytes_go_where_the_peer_listens(
     peer = make_engine(there, 1, listen_ip_info=f"{address}:0")
     user = make_engine(here, 2)
     before = {name: network.received(here, name) for name in ("eth0", SECOND)}
-    moved(peer, user)
+    check_pull(peer, user)
     got = {name: network.received(here, name) - old for name, old in before.items()}
     assert got[interface] > NBYTES
     assert sum(got.values()) - got[interface] < NBYTES // 8
 
 
 def test_all_traffic_uses_one_port(hosts: list[Namespace], make_engine: MakeEngine) -> None:
-    """What a firewall must let through."""
+    """A firewall needs to let only one port through."""
     peer, user = (make_engine(host, number) for number, host in enumerate(hosts, 1))
-    moved(peer, user)
+    check_pull(peer, user)
     for engine in (peer, user):
         port = int(engine.address.rpartition(":")[2])
         assert network.listening(engine.host, engine.pid) == [port]
 
 
 def second_address(host: Namespace) -> str:
-    """Of its other interface."""
+    """Return the address of the host's second interface."""
     return host.address.replace("10.77.", "10.78.")

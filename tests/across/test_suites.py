@@ -1,7 +1,7 @@
-"""The suites of transfers and faults, run on one host with their peers on another.
+"""The tests of transfers and faults, run on one host with peers on another.
 
-pytest itself runs on the first host, with the engines that the tests make; the processes of their
-peers run on the second one. KVPLAN_TEST_ACROSS=all runs all of them (`make across`).
+pytest and the engines of the tests run on the first host; processes of peers run on the second.
+KVPLAN_TEST_ACROSS=all (`make across`) runs all of them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from tools.namespaces import Namespace
 
 ALL = {"tests/datadist": 200, "tests/faults": 100}
 SHARE = {"tests/datadist/test_transfers.py": 25}
-"""Files, and how many tests pass there at least. What is quick, and moves bytes of every kind."""
+"""Quick files that move bytes of every kind, and the least number of tests that pass there."""
 
 
 @pytest.mark.parametrize(
     ("suite", "at_least"),
     (ALL if os.environ.get("KVPLAN_TEST_ACROSS") == "all" else SHARE).items(),
 )
-def test_between_hosts(suite: str, at_least: int, hosts: list[Namespace], cluster_key: str) -> None:
+def test_suites_pass_between_hosts(
+    suite: str, at_least: int, hosts: list[Namespace], cluster_key: str
+) -> None:
     here, there = hosts
-    # All belong to one user namespace, if any: from inside it is not entered again.
+    # All namespaces belong to one user namespace, which a process cannot enter from inside.
     enter = [item for item in there.command() if item not in ("--user", "--preserve-credentials")]
     before = network.received(here)
-    # Not tmp_path: the names of sockets in it would be too long.
+    # Not tmp_path, because names of sockets in it would be too long.
     with TemporaryDirectory(prefix="kv") as inner:
         done = here.run(
             *(

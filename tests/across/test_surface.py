@@ -1,4 +1,4 @@
-"""Examples between hosts that share nothing: given addresses, and the file of a key, alone."""
+"""Examples between hosts that share only addresses and a key file."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def launched(host: Namespace, program: str, *arguments: str) -> subprocess.Popen
     )
 
 
-def test_both_modes_from_end_to_end(hosts: list[Namespace]) -> None:
+def test_the_pair_transfers_in_both_modes(hosts: list[Namespace]) -> None:
     here, there = (host.address for host in hosts)
     where = (f"--prefill={here}:26001", f"--decode={there}:26000", f"--scheduler={here}:26100")
     before = network.received(hosts[1])
     prefill = launched(hosts[0], PREFILL, *where)
     waiting = prefill.stdout.readline()
     decode = launched(hosts[1], DECODE, *where)
-    said, errors = decode.communicate(timeout=PATIENCE)
-    rest, others = prefill.communicate(timeout=PATIENCE)
-    assert (prefill.returncode, decode.returncode) == (0, 0), others + errors
+    output, errors = decode.communicate(timeout=PATIENCE)
+    rest, prefill_errors = prefill.communicate(timeout=PATIENCE)
+    assert (prefill.returncode, decode.returncode) == (0, 0), prefill_errors + errors
     assert waiting + rest == "prefill: waiting for decode\nprefill: all was sent\n"
-    assert said == (
+    assert output == (
         f"decode: pull_blocks: {BLOCKS} numbers, all in their places\n"
         f"decode: pull_cache: {SLOT} numbers, all in their places\n"
-        "decode: pull_cache once more: the key is gone\n"
+        "decode: pull_cache again: the key is gone\n"
         f"decode: push_blocks: {BLOCKS} numbers, all in their places\n"
         f"decode: transfer_cache_async: {BLOCKS} numbers, all in their places\n"
     )
@@ -53,7 +53,9 @@ def test_both_modes_from_end_to_end(hosts: list[Namespace]) -> None:
 
 
 @pytest.mark.slow  # needs the wheel
-def test_two_hosts_and_a_key(hosts: list[Namespace], python: Path, tmp_path: Path) -> None:
+def test_two_hosts_transfer_encrypted_bytes(
+    hosts: list[Namespace], python: Path, tmp_path: Path
+) -> None:
     shutil.copy(FOLDER / "two_hosts.py", tmp_path)
     key = tmp_path / "cluster.key"
     run([python.with_name("kvplan"), "keygen", key])
@@ -74,13 +76,13 @@ def test_two_hosts_and_a_key(hosts: list[Namespace], python: Path, tmp_path: Pat
     listening = prefill.stdout.readline()
     decode = started(hosts[1], "--connect", address)
     pulled, errors = decode.communicate(timeout=PATIENCE)
-    pushed, others = prefill.communicate(timeout=PATIENCE)
-    assert (prefill.returncode, decode.returncode, others + errors) == (0, 0, "")
+    pushed, prefill_errors = prefill.communicate(timeout=PATIENCE)
+    assert (prefill.returncode, decode.returncode, prefill_errors + errors) == (0, 0, "")
     assert listening == f"prefill: listening at {address}\n"
     assert "the bytes go over tcp" in pulled
     assert "every byte as it should be" in pulled
     assert "every byte as it should be" in pushed
-    moved = 2 << 20  # each way
+    moved = 2 << 20  # in each direction
     assert all(
         network.received(host) - had > moved for host, had in zip(hosts, before, strict=True)
     )

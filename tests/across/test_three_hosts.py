@@ -1,4 +1,4 @@
-"""Three hosts: one engine pulls from two others at once, and one of those is gone on the way."""
+"""An engine pulls from two peers on other hosts; one of the peers is cut off on the way."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tools.namespaces import Namespace
 BOTH = """
 from kvplan import Rows, Transfer
 
-caches = [make_cache(it.datadist, "allocated", None, it.cache.cache_desc) for _ in peers]
+caches = [make_cache(holder.datadist, "allocated", None, holder.cache.cache_desc) for _ in peers]
 tasks = [
-    it.datadist.submit(Transfer(Rows(CacheIndex(peer, remote)), Rows(cache)))
+    holder.datadist.submit(Transfer(Rows(CacheIndex(peer, remote)), Rows(cache)))
     for (peer, remote), (cache, _) in zip(peers, caches)
 ]
 """
@@ -25,12 +25,12 @@ right = [
     )
     for seed, (cache, arrays) in enumerate(caches, 1)
 ]
-result = [(it["status"], is_right) for it, is_right in zip(came, right)]
+result = [(item["status"], is_right) for item, is_right in zip(came, right)]
 """
 
 
 def linked(three: list[Namespace], make_engine: MakeEngine, **options: int) -> list[Engine]:
-    """Two engines that hold something, and a third one that has linked with them."""
+    """Return two engines with filled caches, and a third one that is linked with them."""
     first, second, user = (
         make_engine(host, number, **options) for number, host in enumerate(three, 1)
     )
@@ -38,7 +38,7 @@ def linked(three: list[Namespace], make_engine: MakeEngine, **options: int) -> l
     second.hold(seed=2)
     user.hold(seed=None)
     user.link(first, second)
-    user.run(f"peers = {[(item.cluster_id, item.cache_id) for item in (first, second)]}")
+    user.run(f"peers = {[(peer.cluster_id, peer.cache_id) for peer in (first, second)]}")
     return [first, second, user]
 
 
@@ -47,13 +47,15 @@ def test_an_engine_pulls_from_two_peers(three: list[Namespace], make_engine: Mak
     before = [network.received(item) for item in three]
     assert user.run(BOTH, CAME) == [("LLM_SUCCESS", True)] * 2
     first, second, got = (
-        network.received(item) - old for item, old in zip(three, before, strict=True)
+        network.received(host) - old for host, old in zip(three, before, strict=True)
     )
     assert got > 2 * NBYTES
     assert max(first, second) < NBYTES / 4
 
 
-def test_a_peer_of_two_is_cut_off(three: list[Namespace], make_engine: MakeEngine) -> None:
+def test_a_peer_that_is_cut_off_fails_only_its_own_transfer(
+    three: list[Namespace], make_engine: MakeEngine
+) -> None:
     first, second, user = linked(three, make_engine, **QUICK)
     for host in three[:2]:
         network.limit(host, "100mbit")

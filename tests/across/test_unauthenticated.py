@@ -1,4 +1,4 @@
-"""Somebody else on the network speaks to an engine's ports; it goes on serving its peers."""
+"""A stranger sends garbage to an engine's ports, and the engine still serves its peers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ print(len(held))
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_noise(three: list[Namespace], make_engine: MakeEngine, seed: int) -> None:
+def test_garbage_from_strangers_disturbs_no_peer(
+    three: list[Namespace], make_engine: MakeEngine, seed: int
+) -> None:
     owner, user = (make_engine(host, number, **PATIENT) for number, host in enumerate(three[:2], 1))
     owner.hold(seed=1)
     user.hold(seed=None)

@@ -1,4 +1,4 @@
-"""Tasks of several remote engines in the background: order, bounds and states, by a model."""
+"""Background tasks of several remote engines, compared with a model: order, bounds and states."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvplan.system.logs import Log
 from tests.support import lone_user
 from tests.support.refusals import refused
 
-DEADLINE_S = 30.0  # only a task that never begins or ends reaches it
+DEADLINE_S = 30.0  # reached only by a task that never begins or ends
 NAMES = ["a", "b", "c"]
 CAPACITY = 3
 
 
 class Tasks(RuleBasedStateMachine):
-    """One thread: which task runs, and which wait, follows from the order of the calls."""
+    """A connector with one thread: the order of the calls decides which task runs."""
 
     @initialize()
     def begin(self) -> None:
@@ -33,7 +33,7 @@ class Tasks(RuleBasedStateMachine):
         self.begun: queue.Queue[int] = queue.Queue()
         self.end: queue.Queue[object] = queue.Queue()
         self.number = 0
-        # The model: what runs, and what waits, by remote engine in the order of their first task.
+        # The model: running and waiting tasks, by remote engine in the order of their first task.
         self.running: tuple[str, bool, int] | None = None
         self.waiting: dict[str, list[tuple[bool, int]]] = {}
         self.states: dict[str, AsyncConnectStatus] = {}
@@ -58,18 +58,18 @@ class Tasks(RuleBasedStateMachine):
         pending = AsyncConnectStatus.CONNECT_PENDING, AsyncConnectStatus.DISCONNECT_PENDING
         self.states[name] = pending[not connects]
         if self.running is None:
-            self.next_begins(name)
-        self.look()
+            self.begin_next(name)
+        self.check_states()
 
     @precondition(lambda self: self.running is not None)
     @rule(outcome=st.sampled_from([True, False, ValueError("a mistake")]))
-    def one_ends(self, outcome: object) -> None:
+    def end_task(self, outcome: object) -> None:
         assert self.running is not None
         name, connects, _ = self.running
         self.running = None
         self.end.put(outcome)
-        if name in self.waiting:  # the next one of the same engine, whoever waits
-            self.next_begins(name)
+        if name in self.waiting:  # the next one of the same engine, whichever engines wait
+            self.begin_next(name)
         else:
             done = outcome is True
             if connects:
@@ -80,12 +80,12 @@ class Tasks(RuleBasedStateMachine):
             else:
                 self.states[name] = AsyncConnectStatus.NOT_CONNECT
             if self.waiting:
-                self.next_begins(next(iter(self.waiting)))
+                self.begin_next(next(iter(self.waiting)))
             else:
                 self.connector.join()
-        self.look()
+        self.check_states()
 
-    def next_begins(self, name: str) -> None:
+    def begin_next(self, name: str) -> None:
         connects, number = self.waiting[name].pop(0)
         if not self.waiting[name]:
             del self.waiting[name]
@@ -94,7 +94,7 @@ class Tasks(RuleBasedStateMachine):
         self.running = name, connects, number
         assert self.begun.get(timeout=DEADLINE_S) == number
 
-    def look(self) -> None:
+    def check_states(self) -> None:
         assert self.connector.states() == self.states
 
     def teardown(self) -> None:
@@ -106,7 +106,7 @@ class Tasks(RuleBasedStateMachine):
         if self.running is not None:
             self.end.put(True)
         self.connector.join()
-        assert self.begun.empty()  # what waited has not begun
+        assert self.begun.empty()  # a waiting task has not begun
 
 
 TestTasks = Tasks.TestCase
@@ -115,13 +115,13 @@ TestTasks.settings = settings(max_examples=40, stateful_step_count=15, deadline=
 
 @pytest.fixture
 def held() -> Iterator[threading.Event]:
-    """Set, it ends all tasks that wait for it."""
+    """An event that ends all tasks that wait for it."""
     held = threading.Event()
     yield held
     held.set()
 
 
-def test_engines_wait_for_each_other_only_where_threads_are_short(held: threading.Event) -> None:
+def test_engines_wait_for_each_other_only_if_threads_are_short(held: threading.Event) -> None:
     connector = Connector(2, 8, "test", Log("kvplan.hixl"))
     begun: queue.Queue[str] = queue.Queue()
     for name in NAMES:
@@ -140,7 +140,7 @@ def test_engines_wait_for_each_other_only_where_threads_are_short(held: threadin
     assert connector.states() == dict.fromkeys(NAMES, AsyncConnectStatus.CONNECTED)
 
 
-def test_a_task_that_finds_no_thread_keeps_no_later_one_waiting() -> None:
+def test_a_task_without_a_thread_delays_no_later_one() -> None:
     program = """
         from queue import SimpleQueue
         from kvplan import LLMException
@@ -163,7 +163,7 @@ def test_a_task_that_finds_no_thread_keeps_no_later_one_waiting() -> None:
 
 
 @pytest.mark.parametrize("length", range(6))
-def test_a_message_is_as_long_as_it_says(length: int) -> None:
+def test_the_name_of_a_message_ends_within_the_message(length: int) -> None:
     """A peer may send anything: the name does not end behind the message."""
     found = read_frame(_HEAD.pack(b"N", 0, length) + b"abcd")
     if length > 4:
@@ -171,5 +171,6 @@ def test_a_message_is_as_long_as_it_says(length: int) -> None:
     else:
         assert found == (True, 0, b"abcd"[:length], b"abcd"[length:])
     assert read_frame(_HEAD.pack(b"X", 0, length) + b"abcd") is None
-    assert read_frame(_HEAD.pack(b"P", 0, length) + b"abcd") is None  # a piece of no message
+    # a piece that belongs to no message
+    assert read_frame(_HEAD.pack(b"P", 0, length) + b"abcd") is None
     assert read_frame(_HEAD.pack(b"N", 0, length)[:-1]) is None

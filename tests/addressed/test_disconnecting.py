@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,6 +22,7 @@ from tests.support.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 NAME, CLUSTER = "127.0.0.1:9", 7
+DEADLINE_S = 30.0
 
 
 class Link:
@@ -29,7 +32,9 @@ class Link:
 
 
 class Engine:
-    """An engine whose link is busy as often as it is told."""
+    """An engine whose link is busy a given number of times."""
+
+    reason: tuple[str, ...] = ("busy",)
 
     def __init__(self) -> None:
         self.busy = 1
@@ -44,7 +49,7 @@ class Engine:
     def unlink_clusters(self, clusters: list[int], timeout_ms: int) -> Any:
         self.busy -= 1
         if self.busy >= 0:
-            raise LLMException("busy", status_code=LLMStatusCode.LLM_LINK_BUSY)
+            raise LLMException(*self.reason, status_code=LLMStatusCode.LLM_LINK_BUSY)
         return SimpleNamespace(raise_for_status=lambda: None)
 
 
@@ -102,6 +107,24 @@ def test_a_call_of_the_same_thread_is_not_waited_for() -> None:
     assert engine.is_left
 
 
+def test_a_call_of_another_thread_is_named_by_its_engine() -> None:
+    connections = connections_of(Shared())
+    begun, goes_on = Event(), Event()
+
+    def call() -> None:
+        with connections.use(NAME):
+            begun.set()
+            goes_on.wait(DEADLINE_S)
+
+    with ThreadPoolExecutor(1) as threads:
+        calling = threads.submit(call)
+        assert begun.wait(DEADLINE_S)
+        with refused(LLMStatusCode.LLM_TIMEOUT, f"a call of another thread with {NAME} goes on"):
+            connections.disconnect(NAME, 1)
+        goes_on.set()
+        calling.result(DEADLINE_S)
+
+
 @pytest.mark.parametrize("name", ["interrupted", "refused_and_interrupted"])
 def test_a_disconnect_that_was_interrupted_can_be_repeated(name: str) -> None:
     code = f"from tests.addressed.test_disconnecting import {name} as run; print(run())"
@@ -129,8 +152,15 @@ def test_an_engine_whose_link_is_busy_stays_connected_and_can_be_disconnected_la
         connections.cluster_of(NAME)
 
 
+def test_an_error_of_the_link_may_have_no_text() -> None:
+    engine = Engine()
+    engine.reason = ()
+    with refused("LLM_TIMEOUT"):
+        connections_of(engine).disconnect(NAME, 1000)
+
+
 def test_an_engine_that_was_never_reached_leaves_nothing_behind() -> None:
-    """A program that lives long may ask for a new address each minute."""
+    """A long-lived program may ask for a new address each minute."""
 
     def where(name: str) -> tuple[Endpoint, int]:
         return Endpoint.parse(name), CLUSTER

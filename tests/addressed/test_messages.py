@@ -13,7 +13,7 @@ from kvplan.system.logs import Log
 
 
 class Inbox:
-    """What has arrived at an engine, and is not read yet."""
+    """Notifications that have arrived at an engine and are unread."""
 
     def __init__(self) -> None:
         self.arrived: list[tuple[int, bytes]] = []
@@ -37,10 +37,10 @@ def body(letter: bytes, nbytes: int = MAX_BODY_NBYTES) -> bytes:
     return letter * nbytes
 
 
-def test_the_pieces_of_several_peers_do_not_crowd_each_other(
+def test_pieces_of_several_peers_do_not_displace_each_other(
     inbox: Inbox, connections: Connections
 ) -> None:
-    """Each may have as much unfinished as one message has at most."""
+    """Unfinished pieces of each peer may be as long as the longest message."""
     sent = {cluster: body(bytes([cluster])) for cluster in (1, 2, 3)}
     frames = {cluster: connections.frames(b"name", data) for cluster, data in sent.items()}
     for row in zip(*frames.values(), strict=True):
@@ -52,7 +52,7 @@ def test_the_pieces_of_several_peers_do_not_crowd_each_other(
     assert connections._pieces == {}
 
 
-def test_of_one_peer_the_oldest_pieces_give_way(inbox: Inbox, connections: Connections) -> None:
+def test_the_oldest_pieces_of_a_peer_are_dropped(inbox: Inbox, connections: Connections) -> None:
     lost, kept = (connections.frames(b"", body(letter)) for letter in (b"a", b"b"))
     other = connections.frames(b"", body(b"c"))
     inbox.arrived = [
@@ -67,10 +67,10 @@ def test_of_one_peer_the_oldest_pieces_give_way(inbox: Inbox, connections: Conne
     ]
 
 
-def test_a_process_that_was_started_again_does_not_end_messages_of_the_one_before(
+def test_a_restarted_process_does_not_end_earlier_messages(
     inbox: Inbox, connections: Connections
 ) -> None:
-    """Its cluster is the same, as that follows from its name; the other's last pieces are lost."""
+    """The cluster is the same, because its id follows from the name. The later pieces are lost."""
     before, after = (
         Connections(cast(LlmDataDist, Inbox()), cast(Any, None), Log("kvplan.test"))
         for _ in range(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from time import monotonic
 from typing import cast
 
 import numpy as np
@@ -13,16 +14,20 @@ from kvplan.addressed.engine import AddressedEngine, Request, Requests
 from kvplan.addressed.names import where_named
 from kvplan.engine.options import Options
 from kvplan.engine.ranges import AddressRanges
-from kvplan.execution import TransferTask
+from kvplan.execution import Transfers, TransferTask
 from kvplan.system.logs import Log
 from kvplan.types import Placement
+from tests.support import forked
+from tests.support.interrupts import Interrupts
 from tests.support.refusals import refused
+from tests.support.wrappers import delay
 
+DEADLINE_S = 60.0
 RANGES = AddressRanges(1, [1], [1], [1])
 
 
 class Task:
-    """A task that ends only while its caller waits: no other thread has a core."""
+    """A task that ends only while its caller waits, because no other thread has a core."""
 
     settled = False
 
@@ -51,6 +56,32 @@ def test_a_request_is_taken_once() -> None:
     with refused("LLM_PARAM_INVALID", f"request {number} is unknown"):
         requests.take(number)
     assert requests.numbers() == []
+
+
+def interrupted_submits() -> int:
+    """Interrupt `submit` at each place; a transfer goes on only if a request names it."""
+    with Transfers(1, wrap=lambda backend: delay(backend, 600_000)) as transfers:
+        engine = AddressedEngine(5, Options.of({}), where_named, Log("kvplan.hixl"), transfers)
+        memory = np.zeros(64, np.uint8)
+        engine.register(memory.ctypes.data, 64, Placement.HOST)
+        ranges = AddressRanges(5, [memory.ctypes.data], [memory.ctypes.data + 32], [32])
+        interrupts = Interrupts("/kvplan/addressed/engine.py")
+        while interrupts.call(lambda: engine.submit(ranges, "here", "READ")):
+            assert engine.requests.numbers() == [], interrupts.place
+            deadline = monotonic() + DEADLINE_S
+            while engine.datadist.metrics()["in_flight"]:
+                assert monotonic() < deadline, interrupts.place
+        assert len(engine.requests.numbers()) == 1
+        transfers.close(cancel=True)
+        engine.datadist.finalize()
+    return interrupts.place
+
+
+def test_an_interrupt_leaves_no_transfer_without_a_request() -> None:
+    code = "from tests.addressed.test_requests import *; print(interrupted_submits())"
+    done = forked.python(code, imported=("tests.addressed.test_requests",))
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 3
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Scattered bytes between a device and the host, or within a device."""
+"""Copies of scattered bytes between a device and the host, or within a device."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ HAS_BATCH = VARIANT in ("8.5", "hccl-only", "batch-v2")
 _SUFFIX = "V2" if VARIANT == "batch-v2" else ""
 BATCH, BATCH_ASYNC = f"aclrtMemcpyBatch{_SUFFIX}", f"aclrtMemcpyBatchAsync{_SUFFIX}"
 DIRECTIONS = ("host_to_device", "device_to_host", "device_to_device")
-FOREVER = 60_000  # milliseconds: longer than any of these transfers takes
+FOREVER = 60_000  # milliseconds, longer than any of these transfers takes
 
 
 @dataclass
 class Side:
-    """Memory of one side: where descriptors find it, and where a test sees it."""
+    """Memory of one side, at the address of descriptors and in the view of the test."""
 
     address: int
     seen: NDArray[np.uint8]
@@ -41,7 +41,7 @@ def on_device(device: Device, simulator: Controls, contents: NDArray[np.uint8]) 
 
 
 def on_host(device: Device, contents: NDArray[np.uint8], pinned: bool) -> Side:
-    """Memory of pages of its own; `pinned` for as long as the side is kept."""
+    """Return memory of whole pages, which stays pinned as long as the side if `pinned`."""
     pages = mmap.mmap(-1, contents.nbytes)
     seen = np.frombuffer(pages, np.uint8)
     seen[:] = contents
@@ -51,7 +51,7 @@ def on_host(device: Device, contents: NDArray[np.uint8], pinned: bool) -> Side:
 
 @dataclass
 class Case(Scattered):
-    """A case of `scatter` between two sides, which it keeps."""
+    """A case of `scatter` and its two sides, which it keeps alive."""
 
     sides: tuple[Side, Side]
 
@@ -65,7 +65,7 @@ def between(
     pinned: bool = True,
     seed: int = 0,
 ) -> Case:
-    """Return descriptors of these sizes in a direction, from random bytes to untouched ones."""
+    """Return descriptors of these sizes in a direction, from random to untouched bytes."""
     plan = scatter(sizes, seed)
 
     def side(kind: str, contents: NDArray[np.uint8]) -> Side:
@@ -92,7 +92,7 @@ def between(
 
 
 def mixed_sizes(count: int, most: int, seed: int = 0) -> list[int]:
-    """Return sizes from 1 to `most`."""
+    """Return random sizes from 1 to `most`."""
     return [int(integer) for integer in np.random.default_rng(seed).integers(1, most + 1, count)]
 
 

@@ -31,9 +31,9 @@ __all__ = [
 
 @pytest.fixture
 def machine(simulator: Controls) -> Iterator[Machine]:
-    """The simulated device; what the fixtures of tests/datadist ask for."""
+    """The simulated device, for the fixtures of tests/datadist."""
     machine = machine_of("ascend", cluster_id=2)
-    before = machine.left()  # of a test that failed
+    before = machine.left()  # what an earlier failed test has left
     yield machine
     gc.collect()
     assert {kind for kind, count in machine.left().items() if count > before.get(kind, 0)} == set()

@@ -23,7 +23,7 @@ NUM_DEVICES = 8
 
 
 class OnDevice(LlmDataDist):
-    """Engines on a device each, numbered like their clusters."""
+    """Engines on a device each, which has the number of their cluster."""
 
     accelerator = "ascend"
 
@@ -39,7 +39,7 @@ class OnDevice(LlmDataDist):
         return self._cleared(super().allocate_blocks_cache(*arguments))
 
     def _cleared(self, cache: Cache) -> Cache:
-        """Memory of the host is 0 at first, that of a device holds anything."""
+        """Zero new memory, because device memory has any content at first."""
         memory = self._running().registry.resolve(cache).memory
         if isinstance(memory, DeviceMemory):
             for address in cache.tensor_addrs:
@@ -47,22 +47,22 @@ class OnDevice(LlmDataDist):
         return cache
 
     def arrays(self, cache: Cache, *, copy: bool = False) -> list[NDArray[Any]]:
-        """Return a view of each tensor, as what computes on the device has one, or copies."""
+        """Return views of the tensors, as a program on the device sees them, or copies."""
         entry = self._running().registry.resolve(cache)
         if copy or not entry.memory.on_device:
             return super().arrays(cache, copy=copy)
-        return tensor_arrays(entry.cache.cache_desc, Seen(entry.memory))
+        return tensor_arrays(entry.cache.cache_desc, DeviceView(entry.memory))
 
 
 class OnDeviceOverTcp(OnDevice):
-    """The same, linked over TCP, whatever else would do."""
+    """Engines on a device each, always linked over TCP."""
 
     def initialize(self, options: Options | Mapping[str, str] | None = None) -> None:
         super().initialize(replace(Options.of(options), **FIELDS))
 
 
-class Seen:
-    """Device memory, where this process can see it; keeps it like an array."""
+class DeviceView:
+    """An array interface of device memory in this process, which keeps the memory alive."""
 
     writable = True
 
@@ -73,11 +73,11 @@ class Seen:
 
 
 class DeviceTensor:
-    """Memory of a program's own on a device, as torch_npu would have it; NumPy sees it as an array.
+    """A program's own memory on a device, like torch_npu's, which NumPy views as an array.
 
     Args:
-        device: where, which this closes.
-        shape, dtype: of the array, which keeps this.
+        device: the device of the memory, which this object closes.
+        shape, dtype: of the array, which keeps this object alive.
     """
 
     def __init__(self, device: Device, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -97,7 +97,7 @@ class DeviceTensor:
 
 
 class SimulatedAscend:
-    """Devices that the simulator stands in for; caches lie in their memory."""
+    """Devices of the simulator, which hold the caches."""
 
     name = "ascend"
     transport = "hccl"
@@ -108,7 +108,7 @@ class SimulatedAscend:
         self._device_id = cluster_id % NUM_DEVICES
 
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return an array on the device of the cluster whose machine this is."""
+        """Return an array on the device of this machine's cluster."""
         array = np.asarray(DeviceTensor(self.device(self._device_id), shape, np.dtype(dtype)))
         array[...] = 0
         return array
@@ -118,7 +118,7 @@ class SimulatedAscend:
 
     @contextmanager
     def held_transfers(self) -> Iterator[tuple[Transfers, LetGo]]:
-        """Each step of a stream takes its time: the peer's generation table is read after it."""
+        """Make each step of a stream slow, so the peer's generation table is read afterwards."""
         controls().set("latency_us", 100_000)
         try:
             with Transfers(1) as transfers:
@@ -131,7 +131,7 @@ class SimulatedAscend:
 
 
 class SimulatedAscendOverTcp(SimulatedAscend):
-    """Its engines are linked as if they were on two hosts that HCCL does not reach."""
+    """Devices whose engines are linked as if HCCL did not reach the other host."""
 
     name = "ascend_tcp"
     transport = "tcp"

@@ -1,4 +1,4 @@
-"""One end of communicators: what each process of hccl_ends.py has."""
+"""An end of communicators, in a process of `hccl_ends.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.ascend.simulator import HOME, Controls
 from tests.support.peer import described
 
 UNTOUCHED = 0xA5
-NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
+NORESERVE = 0x4000  # Linux's constant, which Python has from 3.13 on
 
 
 REPORTED = ("status", "code", "failed", "message", "bytes_done", "unconfirmed")
@@ -36,14 +36,14 @@ def reported(report: Report) -> dict[str, Any]:
 
 
 def columns(direction: str, rows: Sequence[tuple[int, int, int]]) -> Descriptors:
-    """Descriptors of (local, remote, nbytes)."""
+    """Return the columns of descriptors (local, remote, nbytes)."""
     local, remote, nbytes = np.array(rows, np.uint64).reshape(-1, 3).T.copy()
     dst, src = (local, remote) if direction == "get" else (remote, local)
     return Descriptors.from_columns(dst, src, nbytes)
 
 
 class Memory:
-    """Of one kind, filled with UNTOUCHED: "device", "pinned" or "pageable"."""
+    """Memory of kind "device", "pinned" or "pageable", filled with UNTOUCHED."""
 
     def __init__(self, end: End, kind: str, nbytes: int) -> None:
         self.kind, self.nbytes, self._device = kind, nbytes, end.device
@@ -74,7 +74,7 @@ class Memory:
 
 
 class Reserved(Memory):
-    """The same, of any size: nothing is written to it."""
+    """Memory of any size that is never written."""
 
     def __init__(self, end: End, kind: str, nbytes: int) -> None:
         self.kind, self.nbytes, self._device = kind, nbytes, end.device
@@ -89,7 +89,7 @@ class Reserved(Memory):
 
 
 class End:
-    """A device of this process, and what was made on it; the test knows each by a name."""
+    """A device of this process and its objects, which tests refer to by names."""
 
     def __init__(self, device: int) -> None:
         acl = AclLibrary.load()
@@ -119,7 +119,7 @@ class End:
         return made.address
 
     def reserve(self, kind: str, nbytes: int) -> int:
-        """Address space of a kind that is never touched: it costs no memory."""
+        """Reserve address space of a kind; it is never touched, so it costs no memory."""
         made = Reserved(self, kind, nbytes)
         self.memories[made.address] = made
         return made.address
@@ -160,7 +160,7 @@ class End:
     def open(
         self, name: str, table: str, rank: int, *, max_batch: int = 64, **options: Any
     ) -> None:
-        options["max_batch"] = max_batch  # 64: every product takes as many
+        options["max_batch"] = max_batch  # every product accepts 64
         self.communicators[name] = Communicator(
             self.library, self.device, table, rank, 1 - rank, name, **options
         )
@@ -172,7 +172,7 @@ class End:
         self.communicators[made.name] = made
 
     def bind(self, name: str, *regions: int | str) -> None:
-        """Regions by address, stagings by name."""
+        """Bind regions by address, and stagings by name."""
         for key in regions:
             region = self.stagings[key].region if isinstance(key, str) else self.regions[key]
             self.communicators[name].bind(region)
@@ -195,7 +195,7 @@ class End:
     def close_only(self, name: str) -> None:
         self.communicators[name].close()
 
-    # ---- at the same time ----
+    # ---- concurrent calls ----
 
     def call_in_thread(self, key: str, method: str, *arguments: Any) -> None:
         answers: list[Any] = []
@@ -230,7 +230,7 @@ class End:
         local: Any = "device",
         tickets: int | None = None,
     ) -> None:
-        """`tickets`: memory for them, full of zeros; a put is then announced."""
+        """Start a transfer. With `tickets`, memory full of zeros, a put is announced."""
         backend = self.communicators[name].backend(
             direction,
             Guards(*np.array(guards, np.uint64).T.copy()) if guards else None,
@@ -260,10 +260,10 @@ class End:
         self.start("", *arguments, **options)
         return self.wait("", timeout_ms)
 
-    # ---- what a framework in the same process does ----
+    # ---- actions of a framework in the same process ----
 
     def set_own_context(self) -> None:
-        """Of another device than ours."""
+        """Make the context of another device current."""
         self.acl = ctypes.CDLL(self.library.acl.path)
         self.own = ctypes.c_void_p()
         assert self.acl.aclrtCreateContext(ctypes.byref(self.own), ctypes.c_int32(5)) == 0

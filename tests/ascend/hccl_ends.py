@@ -1,4 +1,4 @@
-"""Two processes with HCCL between them, and what a test asks of both."""
+"""Two processes with HCCL between them, and calls for both of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _IDS = {A2: "A2", A3: "A3", A950: "950"}
 
 
 def ends_on(*products: Product) -> Any:
-    """A module's fixture: two ends on each of `products`, of which nothing may be left."""
+    """Return a module's fixture: two ends on each of `products`, which must not leak."""
 
     @pytest.fixture(scope="module", params=products, ids=[_IDS[product] for product in products])
     def ends(
@@ -59,7 +59,7 @@ def ends_on(*products: Product) -> Any:
 
 
 def rank_table(version: str, num_hosts: int = 2) -> str:
-    """Of two servers, with device 0 of one and 1 of the other; or of one with both."""
+    """Return a table of two servers with devices 0 and 1, or of one server with both."""
     servers: list[dict[str, Any]] = []
     for rank in range(2):
         device = {"device_id": str(rank), "device_ip": f"10.1.0.{rank + 1}", "rank_id": str(rank)}
@@ -83,7 +83,7 @@ class EndPeer(Peer):
 
 
 class Ends:
-    """Rank 0 on device 0 of one process, rank 1 on device 1 of another."""
+    """Rank 0 on device 0 of one process, and rank 1 on device 1 of another."""
 
     def __init__(self, folder: Path, variant: str, product: Product, settings: dict[str, str]):
         self.product = product
@@ -105,34 +105,34 @@ class Ends:
         return self.both[rank]
 
     def at_once(self, method: str, *arguments: Any) -> list[Any]:
-        """The same at both ends."""
+        """Call a method at both ends at the same time."""
         for end in self.both:
             end.send(method, *arguments)
         return [end.result() for end in self.both]
 
     def open(self, **options: Any) -> str:
-        """A new communicator at both ends, nothing bound."""
+        """Make a communicator at both ends, without bound memory."""
         name = f"communicator_{next(_names)}"
         for rank, end in enumerate(self.both):
             end.open(name, self.table, rank, max_batch=self.product.max_batch, **options)
         return name
 
     def memory(self, nbytes: int, kind: str = "device") -> list[int]:
-        """Memory at both ends, registered."""
+        """Allocate and register memory at both ends."""
         addresses = [end.memory(kind, nbytes) for end in self.both]
         for end, address in zip(self.both, addresses, strict=True):
             end.region(address)
         return addresses
 
     def take_back(self, name: str, addresses: list[int]) -> None:
-        """Close a communicator, and the memory at both ends that was bound to it."""
+        """Close a communicator, and free the memory that was bound to it at both ends."""
         for end, address in zip(self.both, addresses, strict=True):
             end.close(name)
             end.deregister(address)
             end.free(address)
 
     def connect(self, nbytes: int, *, kind: str = "device", staging: dict[str, int] | None = None):
-        """Everything up to prepare; returns a `Connection`."""
+        """Make, bind and prepare a communicator; return its `Connection`."""
         name = self.open()
         addresses = self.memory(nbytes, kind)
         if staging is not None:
@@ -148,20 +148,20 @@ class Ends:
 
 
 def reversed_pieces(content: bytes, sizes: list[int]) -> bytes:
-    """What a transfer of `Connection.rows(sizes)` leaves of `content`."""
+    """Return the result of a transfer of `Connection.rows(sizes)` from `content`."""
     cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     return b"".join(reversed([content[a:b] for a, b in itertools.pairwise(cuts)]))
 
 
 class Connection:
-    """A prepared communicator, with one region at each end."""
+    """A prepared communicator, with a region at each end."""
 
     def __init__(self, ends: Ends, name: str, addresses: list[int], staged: bool) -> None:
         self.ends, self.name, self.addresses, self._staged = ends, name, addresses, staged
         ends.log.restart()
 
     def rows(self, nbytes: list[int], local: int | None = None) -> list[tuple[int, int, int]]:
-        """Descriptors one behind the other, at the remote end in the opposite order."""
+        """Return adjacent descriptors, in the opposite order at the remote end."""
         local = self.addresses[0] if local is None else local
         rows, at, end = [], local, self.addresses[1] + sum(nbytes)
         for size in nbytes:
@@ -177,7 +177,7 @@ class Connection:
         self.ends[0].start(self.name, self.name, direction, rows, **options)
 
     def begin(self, direction: str, rows: Any, **options: Any) -> None:
-        """Start it, and return once it has issued something."""
+        """Start a transfer, and return once some of it was issued."""
         self.start(direction, rows, **options)
         call, pid = f"HcclBatch{direction.capitalize()}", self.ends[0].peer.pid
         while not self.ends.log.calls(call, pid=pid):
@@ -186,12 +186,19 @@ class Connection:
     def wait(self, timeout_ms: float | None = 20000) -> Outcome:
         return Outcome(**self.ends[0].wait(self.name, timeout_ms))
 
+    def hanging(self, direction: str, rows: Any, **options: Any) -> Outcome:
+        """Transfer until all planned faults have happened, and then to a deadline."""
+        self.start(direction, rows, **options)
+        while self.ends[0].faults_left_now():
+            pass
+        return self.wait(50)
+
     def close_communicator(self) -> None:
         for end in self.ends.both:
             end.close(self.name)
 
     def close(self) -> None:
-        """At both ends; nothing of it may be left afterwards."""
+        """Close both ends, and check that nothing is left."""
         self.close_communicator()
         for end, address in zip(self.ends.both, self.addresses, strict=True):
             end.deregister(address)
@@ -204,7 +211,7 @@ class Connection:
 def two_ends(
     folder: Path, product: Product = A2, variant: str = "8.5", **settings: object
 ) -> Iterator[Ends]:
-    """Settings are environment variables, KVSIM_LATENCY_US=1000 say."""
+    """Yield two ends. Settings are environment variables, such as KVSIM_LATENCY_US=1000."""
     ends = Ends(
         folder, variant, product, {name: str(setting) for name, setting in settings.items()}
     )

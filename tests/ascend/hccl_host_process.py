@@ -1,4 +1,4 @@
-"""Two engines, on devices of two hosts, with caches of the host; says what came of it, as JSON."""
+"""Two engines on devices of two hosts, with caches in host memory; prints results as JSON."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def engine(device_id: int, listen: str = "", **options: Any) -> Iterator[LlmData
         yield made
 
 
-class Own:
-    """Arrays of a program's own, which begin in the middle of a page."""
+class ProgramArrays:
+    """Arrays of a program, which begin in the middle of a page."""
 
     def __init__(self) -> None:
         nbytes = HOST.tensor_nbytes
@@ -63,7 +63,7 @@ class Own:
         self.arrays = list(both.reshape(2, BLOCKS, BLOCK))
 
     def pin(self, acl: ctypes.CDLL) -> None:
-        """As the program itself may have done, in the context of its device."""
+        """Pin the arrays as a program may have done, in the context of its device."""
         assert acl.aclrtSetDevice(1) == 0
         address, out = np.frombuffer(self.pages, np.uint8).ctypes.data, ctypes.c_void_p()
         nbytes = len(self.pages) & -mmap.PAGESIZE
@@ -80,7 +80,7 @@ class Own:
 def outcome(
     datadist: LlmDataDist, cache: Cache, arrays: list[NDArray[Any]], key: BlocksCacheKey, seed: int
 ) -> str:
-    """Push blocks and pull them back."""
+    """Push blocks and pull them back; return what happened."""
     random = np.random.default_rng(seed)
     for array in arrays:
         array[...] = random.integers(1, 256, array.shape, np.uint8)
@@ -97,8 +97,8 @@ def outcome(
 
 
 def shown() -> dict[str, str]:
-    said: dict[str, str] = {}
-    own, pinned = Own(), Own()
+    outcomes: dict[str, str] = {}
+    own, pinned = ProgramArrays(), ProgramArrays()
     library = AscendDevice(1)
     acl = ctypes.CDLL(library.native.library.path)
     library.close()
@@ -108,7 +108,7 @@ def shown() -> dict[str, str]:
         engine(1, transport="hccl") as client,
     ):
         pooled = server.allocate_blocks_cache(HOST, BlocksCacheKey(0, 1))
-        theirs = Own()
+        theirs = ProgramArrays()
         server.register_blocks_cache(HOST, theirs.arrays, BlocksCacheKey(0, 2))
         caches = {
             "allocated": (client.allocate_blocks_cache(HOST), None),
@@ -124,11 +124,11 @@ def shown() -> dict[str, str]:
             seen = client.arrays(cache) if arrays is None else arrays
             for model_id, remote in ((1, "a pool"), (2, "the program's own")):
                 key = BlocksCacheKey(0, model_id)
-                said[f"{name} <-> {remote}"] = outcome(client, cache, seen, key, seed)
+                outcomes[f"{name} <-> {remote}"] = outcome(client, cache, seen, key, seed)
         client.unlink_clusters([peer]).raise_for_status()
         del caches, pooled, cache, seen
     pinned.unpin(acl)
-    return said
+    return outcomes
 
 
 if __name__ == "__main__":

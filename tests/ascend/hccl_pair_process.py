@@ -1,4 +1,4 @@
-"""Two devices of a product in a process of their own, linked; says what went well, as JSON."""
+"""Two linked devices of a product in a process of their own; prints results as JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shown(variant: str) -> dict[str, object]:
         "reaches": sorted(one.transport.reaches),
         "variant": variant,
     }
-    later = two.register()  # than the link
+    later = two.register()  # later than the link
     remote = two.peer_memory(link, writable=True, metadata=two.transport.metadata())
     kvplan.execute(PULL, remote, one.memory)
     report["pulled"] = bool((one.seen == moved(theirs, ours)).all())

@@ -1,4 +1,4 @@
-"""One side of HCCL links in this process: a device, its transport, and memory that tests see."""
+"""A side of HCCL links in this process: a device, its transport, and visible memory."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ DEADLINE_S = 20.0
 
 
 def on_a_host_of_its_own(device_id: int) -> str:
-    """llm.LocalCommRes of a device that is connected to others by RDMA."""
+    """Return llm.LocalCommRes of a device that is connected to others by RDMA."""
     device = {"device_id": str(device_id), "device_ip": f"10.1.0.{device_id + 1}"}
     servers = [{"server_id": f"10.0.0.{device_id + 1}", "device": [device]}]
     return json.dumps({"version": "1.0", "status": "completed", "server_list": servers})
 
 
 class Side:
-    """A device with room for the tensors of DESC."""
+    """A device with memory for the tensors of DESC."""
 
     def __init__(self, device_id: int, *, registers: bool = True, **options: Any) -> None:
         self.device = AscendDevice(device_id)
@@ -52,11 +52,11 @@ class Side:
 
     @property
     def seen(self) -> NDArray[np.uint8]:
-        """The bytes of the tensors, as this test sees them."""
+        """Return views of the tensors."""
         return seen(self.buffer).reshape(TENSORS, BLOCKS, BLOCK)
 
     def fill(self, seed: int) -> NDArray[np.uint8]:
-        """Put a pattern into the tensors, and return a copy of it."""
+        """Fill the tensors with a pattern, and return a copy of it."""
         self.seen[:] = np.random.default_rng(seed).integers(0, 256, self.seen.shape, np.uint8)
         return self.seen.copy()
 
@@ -69,23 +69,23 @@ class Side:
     def peer_memory(
         self, link: HcclLink, *, writable: bool = False, metadata: bytes | None = None
     ) -> HcclPeerMemory:
-        """The tensors of this side, as the other has them over its link."""
+        """Return the tensors of this side as the peer reaches them over its link."""
         return link.memory(self.addresses, TENSOR, writable=writable, metadata=metadata)
 
     def close(self) -> None:
         self.transport.close()
         self.device.close()
-        self.__dict__.clear()  # a fixture may hold this longer than memory may be left
+        self.__dict__.clear()  # a fixture may outlive the memory's last allowed use
 
 
 def seen(buffer: Any) -> NDArray[np.uint8]:
-    """Memory of a device, as this test sees it; it must not outlive that."""
+    """Return a view of device memory, which must not outlive the memory."""
     view = controls().host_view(buffer.address)
     return np.frombuffer((ctypes.c_uint8 * buffer.nbytes).from_address(view), np.uint8)
 
 
 def moved(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """What SRC -> DST leaves, by NumPy alone."""
+    """Return the result of SRC -> DST, computed by NumPy."""
     left = dst.copy()
     left[:, DST] = src[:, SRC]
     return left
@@ -94,7 +94,7 @@ def moved(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def link_both(
     one: Side, two: Side, session: bytes = b"session", timeout_ms: float = 10000
 ) -> tuple[HcclLink, HcclLink]:
-    """Link two ends, each by a thread of its own."""
+    """Link two ends, each in a thread of its own."""
     metadata = one.transport.metadata(), two.transport.metadata()
     with ThreadPoolExecutor(2) as threads:
         calls = [
@@ -107,11 +107,11 @@ def link_both(
 
 
 def join(one: HcclLink, two: HcclLink) -> None:
-    """Have both renew at once when one asks, as engines do."""
+    """Make both ends renew together when one asks, as engines do."""
     generations = [0]
     mutex = threading.Lock()
 
-    def ask() -> None:
+    def ask(timeout_ms: float | None) -> None:
         with mutex, ThreadPoolExecutor(2) as threads:
             generations.append(generations[-1] + 1)
             generation = generations[-1]

@@ -19,9 +19,9 @@ MakeSide = Callable[..., Side]
 
 @pytest.fixture
 def make_side(simulator: Controls) -> Iterator[MakeSide]:
-    """Make sides, each on a device of its own; after the test nothing of them is left."""
+    """A function that makes sides on a device each; nothing may be left after the test."""
     gc.collect()
-    before = simulator.left()  # of a test that failed
+    before = simulator.left()  # what an earlier failed test has left
     with ExitStack() as sides:
 
         def make(device_id: int, **options: Any) -> Side:
@@ -31,13 +31,13 @@ def make_side(simulator: Controls) -> Iterator[MakeSide]:
 
         yield make
     gc.collect()
-    give_up = time.monotonic() + DEADLINE_S  # of what was renewed, its thread takes down the old
-    while left := more(simulator.left(), before):
+    give_up = time.monotonic() + DEADLINE_S  # a background thread closes renewed connections
+    while left := leaked(simulator.left(), before):
         assert time.monotonic() < give_up, left
 
 
-def more(left: dict[str, int], before: dict[str, int]) -> dict[str, int]:
-    """What is left that was not there before."""
+def leaked(left: dict[str, int], before: dict[str, int]) -> dict[str, int]:
+    """Return the resources that did not exist before."""
     return {kind: count for kind, count in left.items() if count > before.get(kind, 0)}
 
 
@@ -52,7 +52,7 @@ def two(make_side: MakeSide) -> Side:
 
 
 def error_of(call: Callable[..., object], *arguments: Any, **named: Any) -> LLMException:
-    """The error that a call fails with, in whichever thread."""
+    """Return the error of a call, from whichever thread."""
     with pytest.raises(LLMException) as caught:
         call(*arguments, **named)
     return caught.value

@@ -1,4 +1,4 @@
-"""llm.LocalCommRes of version 1.3, and a process with one side or engine that links over HIXL."""
+"""A process with a side or an engine that links over HIXL, and its llm.LocalCommRes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MINE, THEIRS = [3, 4, 9], [0, 7, 8]
 
 
 def resources(device_id: int, protocol: str = "ub_ctp", **changes: Any) -> str:
-    """The option of a device with one port."""
+    """Return the option of a device with one port."""
     comm_ids = {
         "ub_ctp": f"00000000007f020000100000df14900{device_id}",
         "uboe": f"10.3.0.{device_id + 1}",
@@ -53,7 +53,7 @@ def resources(device_id: int, protocol: str = "ub_ctp", **changes: Any) -> str:
 
 
 class HixlSide:
-    """What a test asks of the process."""
+    """A side of HIXL links, for calls from a test."""
 
     def __init__(self, device_id: int) -> None:
         self._found = found(VARIANT)
@@ -64,14 +64,14 @@ class HixlSide:
         self.open()
 
     def open(self, **options: Any) -> None:
-        """Open the transport, in the place of an earlier one."""
+        """Open the transport, in place of an earlier one."""
         if hasattr(self, "side"):
             self.side.close()
         comm_res = resources(self.device_id)
         self.side = Side(self.device_id, local_comm_res=comm_res, hixl_address=ADDRESS, **options)
 
     def open_after_a_failure(self) -> None:
-        """Open again while the error of a failed attempt keeps what that attempt has registered."""
+        """Open again while the error of a failed attempt keeps its registrations."""
         self.side.close()
         del self.side
         self.fault("HixlCSServerRegMem:2=503900")
@@ -122,7 +122,7 @@ class HixlSide:
             self.side.seen[:] = host
 
     def get_many(self, remote: int, count: int) -> int:
-        """Read `count` rows of 64 bytes, in the opposite order; return the status."""
+        """Read `count` rows of 64 bytes in the opposite order; return the status."""
         local = self.side.buffer.address
         rows = [(local + 64 * i, remote + 64 * (count - 1 - i), 64) for i in range(count)]
         backend = self.link.connection().communicator.backend("get")
@@ -155,7 +155,7 @@ class HixlSide:
 
 
 class HixlBoth:
-    """Two linked sides in this process, which renew at once when one asks."""
+    """Two linked sides in this process, which renew together when one asks."""
 
     def __init__(self) -> None:
         self._found = found(VARIANT)
@@ -175,11 +175,11 @@ class HixlBoth:
         later = [side.transport.register(DeviceRange(other.address, 4096, other))]
         assert ask is not None
 
-        def renew() -> None:
-            ask()
+        def renew(timeout_ms: float | None) -> None:
+            ask(timeout_ms)
             if later:
                 side.transport.deregister(later.pop())
-                while hccl.num_open > 1:  # the connection before is being closed
+                while hccl.num_open > 1:  # the previous connection is being closed
                     hccl.background.wait(DEADLINE_S)
                 hccl.background.wait(DEADLINE_S)
 
@@ -204,7 +204,7 @@ class HixlEngine:
         self.caches: list[Cache] = []
 
     def start(self) -> str:
-        """Start the engine, and return where it listens."""
+        """Start the engine, and return its address."""
         self.engine = LlmDataDist(self.device_id, LlmRole.MIX)
         self.engine.initialize(
             Options(
@@ -221,7 +221,7 @@ class HixlEngine:
         self.engine.link_clusters([ClusterInfo(peer, address)], timeout_ms=10000).raise_for_status()
 
     def allocate(self, value: int) -> None:
-        """Make another cache, full of that."""
+        """Make another cache, filled with a value."""
         key = BlocksCacheKey(1, len(self.caches) + 1)
         self.caches.append(self.engine.allocate_blocks_cache(BLOCKS, key))
         self.fill(len(self.caches), value)
@@ -234,7 +234,7 @@ class HixlEngine:
         self.engine.deallocate_cache(self.caches[number - 1])
 
     def values(self, number: int) -> list[int]:
-        """The values of the blocks MINE and those beside them, each once."""
+        """Return the different values in the blocks MINE and in their neighbours."""
         arrays = self.engine.arrays(self.caches[number - 1], copy=True)
         return sorted({int(value) for array in arrays for value in np.unique(array[MINE])})
 

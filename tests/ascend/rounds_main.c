@@ -1,4 +1,4 @@
-/* Checks of puts with leases that go in rounds. */
+/* Checks of puts with leases that need several rounds. */
 #include "hccl/announced.c"
 
 #include "check.h"
@@ -15,7 +15,7 @@ int kvn_transfer_move(kvn_transfer_context *t)
 {
     if (++rounds != failing)
         return KVN_OK;
-    t->fault->failed = 1; /* of those of the round */
+    t->fault->failed = 1; /* descriptors of the round */
     return KVN_FAILED;
 }
 
@@ -26,7 +26,7 @@ static int copy(const kvn_device *device, kvn_direction direction, uint64_t dst,
     return KVN_OK;
 }
 
-/* A descriptor is named by its place in the shard, in whichever round it failed. */
+/* The failed descriptor is named by its position in the shard, in any round. */
 static void failed_descriptor(void)
 {
     static const kvn_device_ops ops = {.copy = copy};

@@ -1,4 +1,4 @@
-/* Checks of what the links of a process share: HIXL's servers, and staging memory. */
+/* Checks of objects that links of a process share: HIXL's servers, and staging memory. */
 #include "hccl/server.c"
 #include "hccl/staging.c"
 
@@ -29,7 +29,7 @@ static void *close_it(void *unused)
     return NULL;
 }
 
-/* Two threads close a server, of which neither has found it closed: both wait for a thread that registers memory. */
+/* Two threads close a server at the same time: both wait for a thread that registers memory. */
 static void closed_by_two(void)
 {
     static const kvn_device_ops ops = {.get_context = get_context};
@@ -64,7 +64,7 @@ int kvn_copier_init(kvn_copier *self, kvn_device *device, kvn_failure *failure)
 
 void kvn_copier_fini(kvn_copier *self) { memset(self, 0, sizeof *self); }
 
-/* A transfer for which no thread can start leaves the buffer set to the next one. */
+/* A transfer without a thread releases its buffer set to the next transfer. */
 static void claimed_without_a_thread(void)
 {
     static atomic_int stop;

@@ -1,4 +1,4 @@
-"""The simulated libraries as a test sees them: memory, faults, what was called, what is left."""
+"""The simulated libraries as tests see them: memory, faults, calls and leaks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from tests.ascend_sim.build import build
 
 CORE = "libkvsim_core.so"
 HOME = "ASCEND_HOME_PATH"
-HOST_TO_DEVICE = 1  # of ACL
+HOST_TO_DEVICE = 1  # ACL's constant
+MAX_LINE_NBYTES = 4096  # of the log, see core_log.c; a run of all tests writes 60 MB of lines
 VARIANT = os.environ.get("KVSIM_VARIANT", "8.5")  # of this process; test_acl_variants.py sets it
-ELSEWHERE = "KVPLAN_ASCEND_LIBRARY"  # set to nothing in tests/conftest.py: most run without device
+# Empty in tests/conftest.py, so that most tests run without a device.
+ELSEWHERE = "KVPLAN_ASCEND_LIBRARY"
 
 
 class Call(NamedTuple):
-    """A line of the log: a call into a simulated library, or a note of the simulator."""
+    """A line of the log: a call of a simulated library, or a note of the simulator."""
 
     name: str
     code: int
@@ -31,7 +33,7 @@ class Call(NamedTuple):
 
 
 def is_staging(line: dict[str, Any]) -> bool:
-    """Return whether a line of the log is a copy from the host to the device within a transfer."""
+    """Return True for a copy from the host to the device within a transfer."""
     call = line.get("call")
     return call in ("aclrtMemcpyBatch", "aclrtMemcpyBatchAsync") or (
         call == "aclrtMemcpyAsync" and line["kind"] == HOST_TO_DEVICE
@@ -39,33 +41,38 @@ def is_staging(line: dict[str, Any]) -> bool:
 
 
 def _whole(text: bytes) -> bytes:
-    """Without the line that a process may be writing just now."""
+    """Return the complete lines, without one that a process may still be writing."""
     return text[: text.rfind(b"\n") + 1]
 
 
 class Log:
-    """What is called from now on, in all processes that have the same environment."""
+    """Calls from now on, in all processes with the same environment."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was called so far."""
-        self._from = len(_whole(self._path.read_bytes())) if self._path.exists() else 0
+        """Forget the calls so far."""
+        self._from = 0
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                start = max(0, file.seek(0, os.SEEK_END) - 2 * MAX_LINE_NBYTES)
+                file.seek(start)
+                self._from = start + len(_whole(file.read()))
 
     def rewind(self) -> None:
-        """Look at all that was ever called."""
+        """Return to the beginning of the log."""
         self._from = 0
 
     def calls(self, *names: str, pid: int | None = None) -> list[Call]:
-        """Return the calls of these names, or all; of one process, or all."""
+        """Return the calls of these names, or all calls; of one process, or of all."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
             file.seek(self._from)
             text = file.read()
-        # Threads that wait ask many times: lines of other calls are not worth reading.
+        # Threads that wait poll often, so only lines of wanted calls are parsed.
         wanted = tuple(f'"call":"{name}"'.encode() for name in names)
         lines = [
             json.loads(line)
@@ -79,13 +86,13 @@ class Log:
         ]
 
     def counts(self, *names: str, pid: int | None = None) -> dict[str, int]:
-        """Return how often each of these was called, or all that were."""
+        """Return the number of calls by name, for these names or for all."""
         counted = Counter(call.name for call in self.calls(*names, pid=pid))
         return {name: counted[name] for name in (names or counted)}
 
 
 class Controls:
-    """Of the simulator that this process has loaded, or will: its core is one for all libraries.
+    """Controls of the simulator of this process, whose core serves all libraries.
 
     Args:
         library: the core, or a library that needs it.
@@ -105,22 +112,22 @@ class Controls:
         self._core = core
 
     def host_view(self, address: int) -> int:
-        """Where the bytes of a device address can be read and written."""
+        """Return the host address of a device address's bytes."""
         view: int | None = self._core.kvsim_host_view(address)
-        assert view, f"{address:#x} is no device memory"
+        assert view, f"{address:#x} is not device memory"
         return view
 
     def left(self) -> dict[str, int]:
-        """Return what has not been given back, by kind; less contexts, which devices have."""
+        """Return the number of leaks by kind, without the contexts of devices."""
         left: dict[str, int] = json.loads(self._core.kvsim_leaks())
         return {kind: count for kind, count in left.items() if count and kind != "contexts"}
 
     def contexts(self) -> int:
-        """Return how many there are besides the primary ones."""
+        """Return the number of contexts besides the primary ones."""
         return int(json.loads(self._core.kvsim_leaks())["contexts"])
 
     def add_fault(self, *specifications: str) -> None:
-        """Let calls of this process fail, see `kvsim_fault_add`."""
+        """Inject faults into calls of this process; see `kvsim_fault_add`."""
         for specification in specifications:
             assert self._core.kvsim_fault_add(specification.encode()) == 0, specification
 
@@ -132,7 +139,7 @@ class Controls:
         return int(self._core.kvsim_lingering())
 
     def faults_left(self) -> int:
-        """Return how many of them have not happened."""
+        """Return the number of faults that have not happened yet."""
         return int(self._core.kvsim_faults_left())
 
     def set(self, name: str, value: object) -> None:
@@ -142,7 +149,7 @@ class Controls:
 
 @cache
 def controls(variant: str = VARIANT) -> Controls:
-    """Those of this process; of one that has loaded another simulator, the core of that."""
+    """Return the controls of this process, with the core of the simulator that it has loaded."""
     home = build(variant)
     try:
         ctypes.CDLL(CORE, os.RTLD_NOLOAD | os.RTLD_NOW)
@@ -153,7 +160,7 @@ def controls(variant: str = VARIANT) -> Controls:
 
 @contextmanager
 def found(variant: str = VARIANT) -> Iterator[Path]:
-    """Let this process, and those that it starts, find the simulated libraries."""
+    """Make this process, and those that it starts, find the simulated libraries."""
     before = {name: os.environ.get(name) for name in (HOME, ELSEWHERE)}
     home = build(variant)
     os.environ[HOME] = str(home)

@@ -36,12 +36,12 @@ from tests.support.spare import assert_same
 SINGLE = "aclrtMemcpyAsync"
 COPIES = (BATCH, BATCH_ASYNC, SINGLE)
 WAIT, LOOK_UP = "aclrtSynchronizeStreamWithTimeout", "aclrtPointerGetAttributes"
-# What asks for batches of a descriptor to fail, in every variant: where there are none, one by one.
+# The call that fails for batches of a descriptor, or for single copies without batch calls.
 FAST = BATCH_ASYNC if HAS_BATCH else SINGLE
 
 
 def waits(log: Log) -> int:
-    """How often work was waited for; a wait looks every 10 ms whether it is to stop."""
+    """Return the number of waits for work; a wait checks for a stop every 10 ms."""
     return sum(call.code == 0 for call in log.calls(WAIT))
 
 
@@ -84,16 +84,16 @@ def test_pageable_memory_is_looked_up_by_region_and_copied_synchronously(
     sim_log.restart()
     assert Executor(device.backend("host_to_device")).run(case.descriptors).status == KVN_OK
     counts = sim_log.counts(*COPIES, LOOK_UP)
-    assert counts[LOOK_UP] in (1, 2)  # 120 kB lie in one region of 2 MiB or on an edge
+    assert counts[LOOK_UP] in (1, 2)  # 120 kB lie in one region of 2 MiB, or in two
     assert (counts[BATCH], counts[BATCH_ASYNC], waits(sim_log)) == (1, 0, 0)
     case.assert_moved()
 
 
 @batches
-def test_memory_that_the_program_pinned_itself_is_found(
+def test_memory_that_the_program_has_pinned_is_recognized(
     device: Device, simulator: Controls, sim_log: Log
 ) -> None:
-    """Another pins it, as a framework does: kvplan has no note of that."""
+    """A framework may pin memory without kvplan's knowledge."""
     owner = device.library.device(4)
     case = between(owner, simulator, "host_to_device", [64] * 10)
     target = on_device(device, simulator, case.target)
@@ -147,7 +147,7 @@ def test_a_large_descriptor_of_pageable_memory_is_copied_in_slices(
     assert np.array_equal(back, data)
 
 
-def test_copies_in_the_device_go_over_all_streams(
+def test_copies_within_the_device_use_all_streams(
     device: Device, simulator: Controls, sim_log: Log
 ) -> None:
     case = between(device, simulator, "device_to_device", [100] * 3904)
@@ -193,16 +193,16 @@ def test_a_complete_library_has_no_reason_to_fall_back(device: Device) -> None:
 
 @pytest.mark.parametrize("bad", [0, 4099, 8999])
 @pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
-def test_the_descriptor_at_fault_is_named(
+def test_the_failed_descriptor_is_named(
     device: Device, simulator: Controls, pinned: bool, bad: int
 ) -> None:
-    """Across calls of 4096 and parts; what is confirmed has arrived.
+    """The failed descriptor may be in any call of 4096 or part; confirmed ones have arrived.
 
-    The second version of batch calls does not say which: all of the call is unconfirmed.
+    The second version of batch calls does not name it, so its whole call is unconfirmed.
     """
     case = between(device, simulator, "host_to_device", [16] * 9000, pinned=pinned)
     targets = case.dst_offsets + np.uint64(case.sides[1].address)
-    targets[bad] = 4096  # nothing is there
+    targets[bad] = 4096  # an unmapped address
     descriptors = Descriptors.from_columns(
         targets, case.src_offsets + np.uint64(case.sides[0].address), case.nbytes
     )
@@ -233,14 +233,14 @@ def test_the_descriptor_at_fault_is_named(
     ],
 )
 @pytest.mark.parametrize("when", ["", "sync:"], ids=["at-the-call", "at-the-wait"])
-def test_errors_keep_code_and_text_and_the_channel_goes_on(
+def test_errors_keep_code_and_text_and_the_channel_still_works(
     device: Device, simulator: Controls, sim_log: Log, when: str, code: int, status: int
 ) -> None:
     backend = device.backend("host_to_device")
     case = between(device, simulator, "host_to_device", [100] * 20)
     executor = Executor(backend)
     if not HAS_BATCH:
-        executor.run(case.descriptors)  # so that it falls back before
+        executor.run(case.descriptors)  # so that the device falls back first
     simulator.add_fault(f"{FAST}:1={when}{code}")
     report = executor.run(case.descriptors)
     assert (report.status, report.code) == (status, code)
@@ -257,7 +257,7 @@ def test_errors_keep_code_and_text_and_the_channel_goes_on(
 def test_a_failure_is_not_explained_by_waits_that_took_long(
     device: Device, simulator: Controls, sim_log: Log
 ) -> None:
-    """The runtime keeps a text of each wait that ended with its timeout, until it is taken."""
+    """The runtime keeps a text for each wait that timed out until the text is read."""
     case = between(device, simulator, "host_to_device", [100] * 20, pinned=True)
     executor = Executor(device.backend("host_to_device"))
     simulator.set("latency_us", 50_000)
@@ -280,6 +280,6 @@ def test_the_rest_of_a_partial_batch_is_not_confirmed(device: Device, simulator:
     assert report.bytes_done == 0
 
 
-def test_a_wrong_direction_is_refused_by_name(device: Device) -> None:
+def test_a_wrong_direction_is_refused(device: Device) -> None:
     with pytest.raises(ValueError, match="direction is 'up'; it must be one of 'host_to_device'"):
         device.backend("up")  # type: ignore[arg-type]

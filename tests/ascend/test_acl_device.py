@@ -1,4 +1,4 @@
-"""The library, devices, their memory, and what is pinned for them."""
+"""The library, devices, their memory, and pinned host memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_library_is_found_once(simulator: Controls) -> None:
             assert AclLibrary.load(path) is library
 
 
-def test_its_properties_are_reported(simulator: Controls) -> None:
+def test_properties_of_the_library_are_reported(simulator: Controls) -> None:
     library = AclLibrary.load()
     assert library.version == {"8.1": "8.1.RC1", "batch-v2": "9.1.0"}.get(VARIANT, "8.5.0")
     newer = ("aclrtHostRegisterV2", "aclrtGetPhyDevIdByLogicDevId", "aclrtGetDeviceInfo")
@@ -54,7 +54,7 @@ def test_its_properties_are_reported(simulator: Controls) -> None:
     assert library.soc_name() == "Ascend910B1"
 
 
-def test_a_library_that_is_not_there_or_not_one(simulator: Controls, tmp_path: Path) -> None:
+def test_a_missing_or_invalid_library_is_refused(simulator: Controls, tmp_path: Path) -> None:
     with pytest.raises(NativeError, match=r"no ACL library: .*/nothing/libacl_rt\.so: cannot open"):
         AclLibrary.load(str(tmp_path / "nothing" / "libacl_rt.so"))
     with pytest.raises(NativeError, match=r"no ACL library: .* has neither libacl_rt\.so nor lib"):
@@ -65,7 +65,7 @@ def test_a_library_that_is_not_there_or_not_one(simulator: Controls, tmp_path: P
         AclLibrary()
 
 
-def test_a_device_that_does_not_exist(simulator: Controls) -> None:
+def test_an_unknown_device_is_refused(simulator: Controls) -> None:
     with pytest.raises(
         AclError, match=r"^aclrtSetDevice: 107001 \(no such device\): .*99"
     ) as caught:
@@ -73,13 +73,13 @@ def test_a_device_that_does_not_exist(simulator: Controls) -> None:
     assert (caught.value.code, caught.value.status) == (107001, KVN_INVALID)
 
 
-def test_a_property_that_is_unknown_leaves_no_text(
+def test_an_unknown_property_leaves_no_error_text(
     simulator: Controls, device: Device, tmp_path: Path
 ) -> None:
-    """ACL keeps the text of an error until it is taken: the next error would show it, too."""
+    """ACL keeps an error's text until it is read, so the next error would contain it, too."""
     library = device.library
     copy = tmp_path / Path(library.path).name
-    shutil.copyfile(library.path, copy)  # beside no file that has the version
+    shutil.copyfile(library.path, copy)  # without a file that has the version
     for call, ask in (
         ("aclrtGetVersion", lambda: AclLibrary.load(str(copy))),
         ("aclrtGetSocName", library.soc_name),
@@ -111,9 +111,9 @@ def test_a_device_is_one_object_while_it_is_used(device: Device) -> None:
         device.allocate(1)
 
 
-def test_properties_of_a_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_reports_its_properties(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (device.id, device.name) == (3, "Ascend910B1")
-    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0, 2,4, 6")  # the system knows better
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0, 2,4, 6")  # the system handles this variable
     assert device.physical_id == 3
     if OLD:
         assert device.attribute(402) is None
@@ -124,13 +124,13 @@ def test_properties_of_a_device(device: Device, monkeypatch: pytest.MonkeyPatch)
         Device()
 
 
-def test_the_smallest_memory_has_a_huge_page(device: Device) -> None:
+def test_the_smallest_allocation_has_a_huge_page(device: Device) -> None:
     first, second = device.allocate(1), device.allocate(1)
     assert {device.page_nbytes(item.address) for item in (first, second)} == {2 << 20}
     assert first.address % (2 << 20) == second.address % (2 << 20) == 0
 
 
-def test_where_memory_lies_that_the_driver_does_not_know(
+def test_memory_that_the_driver_does_not_know_is_pageable(
     device: Device, simulator: Controls
 ) -> None:
     for code in (107000, 507899):
@@ -152,7 +152,7 @@ def test_hccl_may_unpin_first(device: Device) -> None:
     assert acl.aclrtResetDevice(3) == 0
 
 
-def test_memory_of_the_device(device: Device, simulator: Controls) -> None:
+def test_device_memory_is_written_and_read(device: Device, simulator: Controls) -> None:
     free, total = device.memory()
     data = np.arange(100_000, dtype=np.uint32)
     buffer = device.allocate(data.nbytes)
@@ -170,13 +170,13 @@ def test_memory_of_the_device(device: Device, simulator: Controls) -> None:
 
 
 def test_whole_huge_pages_take_no_more_than_their_size(device: Device) -> None:
-    """With aclrtMalloc there would be 32 bytes, and so a page, more of each."""
+    """With aclrtMalloc, each would take 32 bytes more, and so another page."""
     free, _ = device.memory()
     buffers = [device.allocate(2 << 20), device.allocate(8 << 20)]
     assert free - device.memory()[0] == sum(buffer.nbytes for buffer in buffers)
 
 
-def test_errors_of_memory(device: Device) -> None:
+def test_errors_of_memory_calls_are_reported(device: Device) -> None:
     with pytest.raises(AclError, match=r"^aclrtMallocAlign32: 207001") as caught:
         device.allocate(1 << 50)
     assert caught.value.status == KVN_NO_DEVICE_MEMORY
@@ -200,13 +200,13 @@ def test_a_buffer_outlives_the_closing_of_its_device(device: Device, simulator: 
     assert "device_bytes" not in simulator.left()
 
 
-def test_where_memory_lies(device: Device) -> None:
+def test_the_location_of_memory_is_known(device: Device) -> None:
     other = device.library.device(5)
     mine, theirs = device.allocate(100), other.allocate(100)
     assert device.locate(mine.address + 99) == ("device", 3)
     assert device.locate(theirs.address) == ("device", 5)
     pages = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
-    # Before 8.5 there is no word for memory that is not pinned.
+    # Before 8.5, unpinned memory has no kind of its own.
     assert device.locate(pages.ctypes.data)[0] == ("host" if OLD else "pageable")
     pinned = pin(device, pages.ctypes.data, PAGE)
     assert device.locate(pages.ctypes.data)[0] == "host"
@@ -216,7 +216,7 @@ def test_where_memory_lies(device: Device) -> None:
 # ---- pinned memory ----
 
 
-def test_pinning(device: Device, simulator: Controls, sim_log: Log) -> None:
+def test_memory_is_pinned_and_unpinned(device: Device, simulator: Controls, sim_log: Log) -> None:
     pages = np.frombuffer(mmap.mmap(-1, 8 * PAGE), np.uint8)
     start = pages.ctypes.data
     sim_log.restart()
@@ -240,7 +240,7 @@ def test_pinning(device: Device, simulator: Controls, sim_log: Log) -> None:
 
 
 def test_whole_pages_are_pinned(device: Device, sim_log: Log) -> None:
-    """By either call, as the driver maps nothing else; the caller has pinned what it asked for."""
+    """The driver maps only whole pages; the caller has pinned the requested range."""
     pages = np.frombuffer(mmap.mmap(-1, 3 * PAGE), np.uint8)
     start = pages.ctypes.data
     sim_log.restart()
@@ -264,7 +264,7 @@ def test_objects_that_cannot_be_pinned_are_refused(device: Device, simulator: Co
     simulator.add_fault(f"{call}:1=207001")
     with pytest.raises(AclError, match=f"^{call}: 207001 "):
         pin(device, start, PAGE)
-    pin(device, start, PAGE).close()  # nothing of the refused one is left
+    pin(device, start, PAGE).close()  # the refused pin has left nothing behind
 
 
 # ---- contexts and threads ----
@@ -290,7 +290,7 @@ def test_a_threads_own_context_stays_current(device: Device, simulator: Controls
 
 
 def communicate(device: Device, buffer: DeviceBuffer, _: int) -> None:
-    """Bind and prepare a communicator: one of these calls is refused."""
+    """Bind and prepare a communicator; one of these calls is refused."""
     hccl = HcclLibrary.load(device.library)
     table = rank_table("1.0").replace('"device_id": "0"', f'"device_id": "{device.id}"')
     with ExitStack() as held:
@@ -309,7 +309,7 @@ REFUSED: list[tuple[str, Callable[[Device, DeviceBuffer, int], object]]] = [
     ("aclrtMemset", lambda device, buffer, _: device.clear(buffer.address, 4)),
     ("aclrtGetMemInfo", lambda device, *_: device.memory()),
     (PIN, lambda device, _, at: pin(device, at, PAGE)),
-    # For HCCL; a pin is this call on old runtimes only.
+    # These calls are HCCL's; on old runtimes, a pin uses this call, too.
     (
         "aclrtHostRegister",
         lambda device, _, at: HcclLibrary.load(device.library).check_host(device, at, PAGE),
@@ -349,7 +349,7 @@ def test_a_refused_call_leaves_a_thread_its_own_context(
 
 
 def test_any_thread_may_call(device: Device) -> None:
-    """Its first call of ACL ever: it has no context."""
+    """The thread has no context before its first call of ACL."""
     seen: list[int] = []
 
     def use() -> None:
@@ -374,7 +374,7 @@ def test_backends_share_channels_and_end_with_the_last(device: Device, simulator
     assert second.name == "acl"
 
 
-def test_no_stream_for_a_backend(device: Device, simulator: Controls) -> None:
+def test_a_backend_without_streams_is_refused(device: Device, simulator: Controls) -> None:
     simulator.add_fault("aclrtCreateStream:2=207008")
     with pytest.raises(
         AclError, match=r"^no stream on device 3: aclrtCreateStream: 207008"

@@ -1,4 +1,4 @@
-"""Forked children, and processes that end with all in use: in interpreters of their own."""
+"""Forked children, and processes that end while everything is in use, in new interpreters."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def fork(work):
 
 
 def run(script: str, folder: Path) -> list[dict[str, Any]]:
-    """Run a script that must end well; return what the simulator logs when it ends."""
+    """Run a script that must succeed; return the leaks that the simulator logs at its end."""
     log = folder / "log"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PRELUDE + textwrap.dedent(script)],
@@ -61,7 +61,7 @@ def run(script: str, folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["call"] == "leaks"]
 
 
-def test_a_forked_child_can_use_nothing_and_breaks_nothing(tmp_path: Path) -> None:
+def test_calls_in_a_forked_child_are_refused_and_harmless(tmp_path: Path) -> None:
     run(
         """
         pinned = case.sides[0].owners[0]
@@ -90,7 +90,7 @@ def test_a_forked_child_can_use_nothing_and_breaks_nothing(tmp_path: Path) -> No
     )
 
 
-def test_a_child_forked_in_the_midst_of_a_transfer(tmp_path: Path) -> None:
+def test_a_child_forked_during_a_transfer_changes_nothing(tmp_path: Path) -> None:
     run(
         """
         executor.run(case.descriptors)
@@ -108,8 +108,8 @@ def test_a_child_forked_in_the_midst_of_a_transfer(tmp_path: Path) -> None:
     )
 
 
-def test_a_process_that_ends_with_everything_in_use(tmp_path: Path) -> None:
-    """Threads of ours and a stream that hangs hold up no end."""
+def test_a_process_ends_while_everything_is_in_use(tmp_path: Path) -> None:
+    """Threads of kvplan and a stream that hangs must not delay the end of a process."""
     run(
         """
         executor.run(case.descriptors)
@@ -120,7 +120,7 @@ def test_a_process_that_ends_with_everything_in_use(tmp_path: Path) -> None:
     )
 
 
-def test_finalizing_when_all_is_given_back(tmp_path: Path) -> None:
+def test_the_library_is_finalized_after_the_last_release(tmp_path: Path) -> None:
     leaks = run(
         """
         try:
@@ -140,7 +140,7 @@ def test_finalizing_when_all_is_given_back(tmp_path: Path) -> None:
     assert leaks[0]["device_bytes"] == leaks[0]["registered"] == 0
 
 
-def test_a_program_that_initialized_the_library_itself(tmp_path: Path) -> None:
+def test_a_library_that_the_program_initialized_is_not_finalized(tmp_path: Path) -> None:
     run(
         """
         import ctypes

@@ -1,4 +1,4 @@
-"""Many threads on the channels of one device: submits, cancels, faults, all at once."""
+"""Many threads use the channels of one device: submissions, cancellations and faults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.native.scatter import indices
 THREADS = 6
 
 
-def at_once(work: Callable[[int], None]) -> None:
+def run_in_threads(work: Callable[[int], None]) -> None:
     """Run `work` in several threads that begin together."""
     gate = threading.Barrier(THREADS)
 
@@ -53,11 +53,11 @@ def test_transfers_in_all_directions_at_once(device: Device, simulator: Controls
             assert executors[direction].run(case.descriptors).status == KVN_OK
             case.assert_moved()
 
-    at_once(work)
+    run_in_threads(work)
 
 
-def test_cancelling_at_any_moment(device: Device, simulator: Controls) -> None:
-    """What is not reported as unconfirmed has arrived, and after the cancel nothing is written."""
+def test_a_transfer_may_be_cancelled_at_any_moment(device: Device, simulator: Controls) -> None:
+    """Descriptors that are not reported as unconfirmed have arrived, and none is written later."""
     direction = "device_to_device"
     executor = Executor(device.backend(direction))
     simulator.set("bandwidth", 50 << 20)
@@ -80,7 +80,7 @@ def test_cancelling_at_any_moment(device: Device, simulator: Controls) -> None:
             assert (case.target == after).all()
 
     try:
-        at_once(work)
+        run_in_threads(work)
     finally:
         simulator.set("bandwidth", 0)
 
@@ -107,7 +107,7 @@ def test_two_threads_cancel_one_transfer(device: Device, simulator: Controls) ->
         simulator.clear_faults()
 
 
-def test_faults_among_many(device: Device, simulator: Controls) -> None:
+def test_faults_fail_only_their_transfers(device: Device, simulator: Controls) -> None:
     call = BATCH_ASYNC if HAS_BATCH else "aclrtMemcpyAsync"
     executor = Executor(device.backend("host_to_device"))
     kinds = ("507899", "sync:507899", "hang")
@@ -123,7 +123,7 @@ def test_faults_among_many(device: Device, simulator: Controls) -> None:
             assert all(case.arrived(number) for number in set(range(12)) - unconfirmed)
             failed.append(report.status)
 
-    at_once(work)
+    run_in_threads(work)
     assert set(failed) <= {KVN_OK, KVN_FAILED, KVN_TIMEOUT}
     assert KVN_FAILED in failed
     case = between(device, simulator, "host_to_device", [200] * 12)
@@ -143,7 +143,7 @@ def test_falling_back_happens_once(device: Device, simulator: Controls, sim_log:
         case.assert_moved()
         assert device.fallback_reason.startswith("aclrtMemcpyBatchAsync: 207000")
 
-    at_once(work)
+    run_in_threads(work)
     assert 1 <= len(sim_log.calls("aclrtMemcpyBatchAsync")) <= 2  # once on each channel
 
 
@@ -156,5 +156,5 @@ def test_devices_and_backends_come_and_go(simulator: Controls) -> None:
             case = between(mine, simulator, "host_to_device", [100] * 5)
             assert Executor(mine.backend("host_to_device")).run(case.descriptors).status == KVN_OK
 
-    at_once(work)
+    run_in_threads(work)
     assert simulator.left() == {}

@@ -37,7 +37,7 @@ def started(folder: Path, *kind: str) -> Remote:
 
 
 class Pair:
-    """Two processes, with a 950 each."""
+    """Two processes with a 950 each."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.log = Log(folder / "log")
@@ -63,7 +63,7 @@ class Pair:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
-    """Two transports."""
+    """Two processes with a transport each."""
     pair = Pair(tmp_path, "side")
     yield pair
     pair.finish()
@@ -72,7 +72,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[Pair]:
-    """Two linked engines, with a cache each: 10 at the first, 20 at the second."""
+    """Two linked engines with a cache each: 10 at the first, 20 at the second."""
     pair = Pair(tmp_path, "engine")
     try:
         addresses = [side.start() for side in pair.both]
@@ -93,7 +93,7 @@ def filled(side: Remote, seed: int) -> np.ndarray:
     return np.frombuffer(side.fill(seed), np.uint8).reshape(SHAPE)
 
 
-def test_both_directions_and_through_staging(pair: Pair) -> None:
+def test_bytes_move_in_both_directions_and_through_staging(pair: Pair) -> None:
     ours, theirs = filled(pair.one, 1), filled(pair.two, 2)
     assert pair.link() == ["one-sided over ub_ctp, by HIXL"] * 2
     assert pair.one.facts() == {
@@ -114,8 +114,8 @@ def test_both_directions_and_through_staging(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 128, 129, 5000])
-def test_batches(pair: Pair, count: int) -> None:
-    """HIXL queues at most 4,096 batches; kvplan has a few in flight."""
+def test_a_transfer_is_cut_into_batches(pair: Pair, count: int) -> None:
+    """HIXL queues at most 4,096 batches; kvplan has only a few in flight."""
     filled(pair.one, 1)
     theirs = np.frombuffer(pair.two.fill(2), np.uint8)
     pair.link()
@@ -149,7 +149,7 @@ def test_memory_stays_registered_until_no_client_is_left(pair: Pair) -> None:
         "HixlCSClientQueryCompleteStatus:1=103900",
     ],
 )
-def test_a_failed_batch(pair: Pair, fault: str) -> None:
+def test_a_failed_batch_fails_the_transfer(pair: Pair, fault: str) -> None:
     pair.link()
     pair.one.fault(fault)
     with pytest.raises(RemoteError, match="HIXL's client is given up"):
@@ -158,10 +158,8 @@ def test_a_failed_batch(pair: Pair, fault: str) -> None:
 
 
 @pytest.mark.parametrize("direction", ["pull", "pull to the host"])
-def test_what_a_failed_call_has_begun_is_over_when_the_transfer_ends(
-    pair: Pair, direction: str
-) -> None:
-    """HIXL goes on with the first kernels of a batch if it cannot launch all of them."""
+def test_work_of_a_failed_call_has_ended_with_the_transfer(pair: Pair, direction: str) -> None:
+    """HIXL runs the first kernels of a batch even if it cannot launch all of them."""
     pair.link()
     pair.one.fault("HixlCSClientBatchGetAsync:1=partial:503900")
     with pytest.raises(RemoteError, match="503900"):
@@ -189,10 +187,10 @@ def test_a_second_transport_of_the_device_is_refused(pair: Pair) -> None:
     assert pair.close() == [{}, {}]
 
 
-def test_what_a_failed_transport_registered_does_not_end_at_the_server_of_the_next(
+def test_registrations_of_a_failed_transport_do_not_end_those_of_the_next(
     pair: Pair,
 ) -> None:
-    """Handles of the servers are addresses: one of the first server may be one of the second."""
+    """Handles are addresses, so one of the second server may equal one of the first."""
     pair.one.open_after_a_failure()
     assert [call for call in pair.log.calls("HixlCSServerUnregMem") if call.code] == []
     pair.link()
@@ -200,8 +198,8 @@ def test_what_a_failed_transport_registered_does_not_end_at_the_server_of_the_ne
     assert pair.close() == [{}, {}]
 
 
-def test_a_copy_that_fails_is_not_the_death_of_the_peer(pair: Pair) -> None:
-    """The next chunk is in flight when the copy of one out of its slot fails."""
+def test_a_failed_copy_does_not_end_the_link(pair: Pair) -> None:
+    """The next chunk is in flight when the copy from a slot of the previous one fails."""
     pair.one.open(staging_nbytes=1 << 16)
     pair.link()
     pair.one.fault("aclrtMemcpyBatch:2=507899")
@@ -231,7 +229,7 @@ def test_a_push_with_a_lease_is_announced_and_ends_with_it(engines: Pair) -> Non
     assert engines.close() == [{}, {}]
 
 
-def test_caches_that_come_and_go_renew_the_connection(engines: Pair) -> None:
+def test_new_and_freed_caches_renew_the_connection(engines: Pair) -> None:
     one, two = engines.both
     two.allocate(21)
     assert one.pull(1, 2, 1) == "LLM_SUCCESS"
@@ -244,7 +242,7 @@ def test_caches_that_come_and_go_renew_the_connection(engines: Pair) -> None:
     assert engines.close() == [{}, {}]
 
 
-def test_an_end_that_only_serves_gives_memory_back(engines: Pair) -> None:
+def test_a_server_frees_memory_of_old_connections(engines: Pair) -> None:
     one, two = engines.both
     two.allocate(21)
     assert one.pull(1, 2, 1) == "LLM_SUCCESS"
@@ -257,8 +255,8 @@ def test_an_end_that_only_serves_gives_memory_back(engines: Pair) -> None:
     assert engines.close() == [{}, {}]
 
 
-def test_memory_that_is_deregistered_during_a_renewal_is_given_back(tmp_path: Path) -> None:
-    """The renewed connection binds it, and one more renewal lets it go."""
+def test_memory_that_is_deregistered_during_a_renewal_is_freed(tmp_path: Path) -> None:
+    """The renewed connection binds the memory, and one more renewal releases it."""
     log = Log(tmp_path / "log")
     side = started(tmp_path, "both")
     try:
@@ -272,11 +270,12 @@ def test_memory_that_is_deregistered_during_a_renewal_is_given_back(tmp_path: Pa
     assert log.calls("violation") == []
 
 
-def test_a_batch_that_never_ends_is_given_up_at_the_deadline(engines: Pair) -> None:
+def test_a_batch_that_never_ends_times_out(engines: Pair) -> None:
     one = engines.one
     one.fault("HixlCSClientBatchGetAsync:1=hang")
     timeout_ms = 50
-    while not engines.log.calls("HixlCSClientBatchGetAsync"):  # a slow machine may not come so far
+    # A slow machine may not have got there.
+    while not engines.log.calls("HixlCSClientBatchGetAsync"):
         timeout_ms *= 2
         assert one.pull(1, 1, 1, timeout_ms=timeout_ms) == "LLM_TIMEOUT"
     assert one.values(1) == [10]
@@ -297,8 +296,8 @@ def test_a_failed_batch_costs_only_the_connection(engines: Pair) -> None:
     assert engines.close() == [{}, {}]
 
 
-def test_a_peer_that_was_killed(engines: Pair) -> None:
-    """HIXL tells nothing: the end of the control connection stops the transfer."""
+def test_a_killed_peer_ends_the_transfer(engines: Pair) -> None:
+    """HIXL reports nothing: the end of the control connection stops the transfer."""
     engines.two.peer.kill()
     assert engines.one.pull(1, 1, 1) == "LLM_LINK_FAILED"
     assert engines.one.close() == {}

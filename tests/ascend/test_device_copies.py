@@ -1,6 +1,6 @@
-"""What of a device's copies is ACL's: how many calls they are, and that an abort ends them.
+"""Copies of a device by ACL: the number of calls, and aborts.
 
-What is the same on every device is in tests/device.
+Properties that all devices share are tested in tests/device.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def datadist(simulator: Controls) -> Iterator[LlmDataDist]:
 
 
 @pytest.fixture
-def in_no_super_pod(simulator: Controls) -> Iterator[None]:
-    """The device is that of an A3 by itself."""
+def outside_of_super_pod(simulator: Controls) -> Iterator[None]:
+    """The device of an A3 without a super pod."""
     simulator.set("soc", "Ascend910_9391")
     simulator.set("super_pod_id", -1)
     yield
@@ -36,9 +36,9 @@ def in_no_super_pod(simulator: Controls) -> Iterator[None]:
 
 
 def test_an_a3_outside_of_a_super_pod_does_not_name_the_owner_of_memory(
-    datadist: LlmDataDist, in_no_super_pod: None
+    datadist: LlmDataDist, outside_of_super_pod: None
 ) -> None:
-    """Its number is negative there."""
+    """The device's number in the super pod is negative there."""
     device = AscendDevice(3)
     buffer = device.allocate(DEVICE.nbytes)
     addresses = [buffer.address + i * DEVICE.tensor_nbytes for i in range(NUM_TENSORS)]
@@ -72,14 +72,13 @@ def test_a_swap_is_one_batch_and_one_wait(datadist: LlmDataDist, sim_log: Log) -
 
 
 class TestFailures:
-    def test_a_copy_that_hangs_is_stopped_at_its_deadline(
-        self, datadist: LlmDataDist, simulator: Controls
-    ) -> None:
+    def test_a_copy_that_hangs_times_out(self, datadist: LlmDataDist, simulator: Controls) -> None:
         device = filled(datadist, DEVICE, 1, paged=True)
         host = filled(datadist, HOST, 2, paged=True)
         simulator.add_fault("aclrtMemcpyBatchAsync:1=hang")
-        with refused("LLM_TIMEOUT", "swap_blocks B2B"):
-            datadist.swap_blocks(device, host, {0: 1}, timeout_ms=30)
+        while simulator.faults_left():  # on a busy machine, the deadline may pass before the copy
+            with refused("LLM_TIMEOUT", "swap_blocks B2B"):
+                datadist.swap_blocks(device, host, {0: 1}, timeout_ms=30)
         datadist.swap_blocks(device, host, {0: 1}, timeout_ms=30_000)
         assert np.array_equal(datadist.arrays(host)[0][1], contents(1)[0][0])
 

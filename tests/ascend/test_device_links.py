@@ -1,4 +1,4 @@
-"""Device memory and peers of this host, whose memory is reached without the device: what works."""
+"""Device memory and peers on this host whose memory is reached without the device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def process() -> Iterator[Peer]:
 
 @pytest.fixture
 def datadist(simulator: Controls) -> Iterator[LlmDataDist]:
-    """Of cluster 2, on a device; peers reach it, and it them, on this host alone."""
+    """An engine of cluster 2 on a device, linked with peers on this host only."""
     with engine_on(simulator, listen_ip_info="127.0.0.1:0") as made:
         yield made
         del made
@@ -79,7 +79,7 @@ def on_device(simulator: Controls, datadist: LlmDataDist) -> Iterator[LlmDataDis
 
 
 class TestHostPeer:
-    """Its arenas are mapped here, and so the device copies from and to them."""
+    """A peer without a device: its arenas are mapped here, so the device copies directly."""
 
     def test_blocks_are_pulled_and_pushed(self, peer: Peer, datadist: LlmDataDist) -> None:
         peer.run(f"""
@@ -92,7 +92,7 @@ class TestHostPeer:
         expected = [THEIR_ROWS[::-1] + number for number in range(NUM_TENSORS)]
         assert same(datadist.arrays(cache, copy=True), expected)
         datadist.push_blocks(cache, BlocksCacheKey(5), [0, 1], [0, 1])
-        sums = peer.run("result = [int(it[:2].astype(int).sum()) for it in other.arrays(cache)]")
+        sums = peer.run("result = [int(row[:2].astype(int).sum()) for row in other.arrays(cache)]")
         assert sums == [int(item[:2].astype(int).sum()) for item in expected]
 
     def test_layers_are_pushed(self, peer: Peer, datadist: LlmDataDist) -> None:
@@ -105,7 +105,7 @@ class TestHostPeer:
         for layer in range(NUM_TENSORS):
             task.ready(layer)
         task.wait(5000)
-        found = peer.run("result = [it[2].tolist() for it in other.arrays(cache)]")
+        found = peer.run("result = [array[2].tolist() for array in other.arrays(cache)]")
         assert found == [content[1].tolist() for content in contents(1)]
 
     def test_memory_that_the_peer_registered_cannot_be_a_side_with_a_device(
@@ -127,7 +127,7 @@ class TestHostPeer:
 
 
 class TestHostPeerOverTcp:
-    """As on another host: what it has registered itself is reached as well, and it reaches back."""
+    """A peer as on another host: registered memory is reached, too, in both directions."""
 
     @pytest.fixture
     def datadist(self, simulator: Controls) -> Iterator[LlmDataDist]:
@@ -135,7 +135,7 @@ class TestHostPeerOverTcp:
             yield made
             del made
 
-    def test_both_pull_and_push(self, peer: Peer, datadist: LlmDataDist) -> None:
+    def test_blocks_are_pulled_and_pushed_over_tcp(self, peer: Peer, datadist: LlmDataDist) -> None:
         peer.run(f"""
             held = [rows + number for number in range(3)]
             cache = other.register_blocks_cache({OF_PEER}, held, BlocksCacheKey(5))
@@ -146,11 +146,11 @@ class TestHostPeerOverTcp:
         assert same(datadist.arrays(cache, copy=True), pulled)
         datadist.write_cache(cache, contents(1))
         datadist.push_blocks(cache, BlocksCacheKey(5), [0, 1], [2, 3])
-        assert peer.run("result = [it[2:4].tolist() for it in held]") == [
+        assert peer.run("result = [array[2:4].tolist() for array in held]") == [
             content[:2].tolist() for content in contents(1)
         ]
         peer.run("other.pull_blocks(BlocksCacheKey(2), cache, [7, 4], [0, 1])")
-        assert peer.run("result = [it[:2].tolist() for it in held]") == [
+        assert peer.run("result = [array[:2].tolist() for array in held]") == [
             content[[7, 4]].tolist() for content in contents(1)
         ]
         peer.run("other.push_blocks(cache, BlocksCacheKey(2), [6], [5])")
@@ -161,9 +161,9 @@ class TestHostPeerOverTcp:
 
 
 class TestDevicePeer:
-    """Over a transport that does not reach its device the error says why, and all else works."""
+    """A peer on a device that the transport does not reach: errors name the reason."""
 
-    def test_its_device_caches_are_known_and_not_reached(
+    def test_device_caches_of_the_peer_are_known_but_unreachable(
         self, on_device: LlmDataDist, datadist: LlmDataDist
     ) -> None:
         there = on_device.allocate_blocks_cache(DEVICE, BlocksCacheKey(1))
@@ -191,10 +191,10 @@ class TestDevicePeer:
                 datadist.pull_cache(CacheKey(1, req_id=7), cache)
 
     @pytest.mark.parametrize("registered", [False, True])
-    def test_its_host_caches_are_reached(
+    def test_host_caches_of_the_peer_are_reached(
         self, on_device: LlmDataDist, datadist: LlmDataDist, registered: bool
     ) -> None:
-        """Registered memory of this process too: the device copies to any of its addresses."""
+        """The device copies to any address of this process, also to registered memory."""
         if registered:
             theirs = on_device.register_blocks_cache(HOST, contents(1), BlocksCacheKey(1))
         else:

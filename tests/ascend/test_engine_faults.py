@@ -1,4 +1,4 @@
-"""Failures of the device, and between two: what the engine says, and that it goes on after them."""
+"""Failures of the device and of transfers: the engine reports them and still works afterwards."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def there(peer: Peer) -> CacheIndex:
 
 @pytest.fixture
 def cache(user: LlmDataDist, there: CacheIndex) -> Cache:
-    """Full, and linked with the peer: one block was pushed."""
+    """A full cache, linked with the peer: one block was pushed."""
     cache = user.allocate_blocks_cache(DESC)
     for number, array in enumerate(user.arrays(cache)):
         array[:] = np.arange(array.size).reshape(array.shape) + 1 + 10_000 * number
@@ -62,13 +62,13 @@ def push(user: LlmDataDist, cache: Cache, there: CacheIndex) -> Pushed:
 
 
 def at_the_peer(peer: Peer) -> NDArray[Any]:
-    return np.array(peer.run("result = [it.tolist() for it in datadist.arrays(cache)]"))
+    return np.array(peer.run("result = [array.tolist() for array in datadist.arrays(cache)]"))
 
 
 def assert_arrived(
     user: LlmDataDist, cache: Cache, peer: Peer, error: LLMException | None = None
 ) -> int:
-    """What is confirmed has arrived: all, or what the error vouches for; returns how much."""
+    """Check that confirmed descriptors have arrived; return their number."""
     missing: set[int] = set()
     if error is not None:
         missing = {number for first, last in error.unconfirmed for number in range(first, last)}
@@ -96,7 +96,7 @@ S = LLMStatusCode
     ],
 )
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_batch_that_is_refused(
+def test_a_refused_batch_fails_the_transfer(
     simulator: Controls, user: LlmDataDist, cache: Cache, peer: Peer, push: Pushed,
     batch: int, code: int, status: LLMStatusCode,
 ) -> None:  # fmt: skip
@@ -120,7 +120,7 @@ def test_a_batch_that_is_refused(
         (507013, S.LLM_FAILED),
     ],
 )
-def test_an_error_that_only_shows_when_it_is_waited_for(
+def test_an_error_at_synchronization_fails_the_transfer(
     simulator: Controls, user: LlmDataDist, cache: Cache, peer: Peer, push: Pushed,
     code: int, status: LLMStatusCode,
 ) -> None:  # fmt: skip
@@ -133,13 +133,14 @@ def test_an_error_that_only_shows_when_it_is_waited_for(
     assert_arrived(user, cache, peer)
 
 
-def test_a_transfer_that_hangs_ends_at_its_deadline(
+def test_a_transfer_that_hangs_times_out(
     simulator: Controls, user: LlmDataDist, cache: Cache, peer: Peer, push: Pushed
 ) -> None:
     for batch in (1, 3):
         simulator.add_fault(f"HcclBatchPut:{batch}=hang")
-        with refused(S.LLM_TIMEOUT) as error:
-            push(SOON_MS)
+        while simulator.faults_left():  # on a busy machine the time may be over before the batch
+            with refused(S.LLM_TIMEOUT) as error:
+                push(SOON_MS)
         assert_arrived(user, cache, peer, error.value)
         push()
         assert_arrived(user, cache, peer)
@@ -159,7 +160,7 @@ def test_half_a_batch_does_not_count_as_success(
 def test_a_failed_check_does_not_count_as_success(
     simulator: Controls, user: LlmDataDist, cache: Cache, peer: Peer, push: Pushed
 ) -> None:
-    """The get after a push, of the words that say whether the memory is still registered."""
+    """The get after a push reads the words that show whether the memory is still registered."""
     simulator.add_fault("HcclBatchGet:1=4")
     with refused(S.LLM_FAILED) as error:
         push()
@@ -168,11 +169,13 @@ def test_a_failed_check_does_not_count_as_success(
     assert_arrived(user, cache, peer)
 
 
-def test_a_peer_that_is_killed_under_a_transfer(
+def test_a_killed_peer_ends_the_transfer(
     simulator: Controls, user: LlmDataDist, cache: Cache, peer: Peer, there: CacheIndex
 ) -> None:
     simulator.add_fault("HcclBatchPut:1=hang")
     task = user.submit(Transfer(Rows(cache, MINE), Rows(there, THEIRS)))
+    while simulator.faults_left():
+        pass  # until the batch hangs
     peer.kill()
     with refused(S.LLM_LINK_FAILED):
         task.wait()
@@ -194,7 +197,7 @@ TO_HOST = {block: block for block in range(0, NUM_BLOCKS, 2)}
         ("aclrtMemcpyBatchAsync:1=sync:507052", S.LLM_FAILED),
     ],
 )
-def test_a_copy_of_the_device_that_fails(
+def test_a_failed_copy_of_the_device_is_reported(
     simulator: Controls, engine: LlmDataDist, fault: str, status: LLMStatusCode
 ) -> None:
     device, host = engine.allocate_blocks_cache(DESC), engine.allocate_blocks_cache(ON_HOST)
@@ -208,7 +211,7 @@ def test_a_copy_of_the_device_that_fails(
     assert all((array[::2] == 5).all() for array in engine.arrays(host))
 
 
-def test_no_more_memory_on_the_device(
+def test_a_full_device_refuses_allocations(
     simulator: Controls, make_engine: MakeEngine, user: LlmDataDist
 ) -> None:
     simulator.set("hbm_bytes", 1 << 20)
@@ -225,7 +228,7 @@ def test_no_more_memory_on_the_device(
     user.allocate_cache(big)
 
 
-def test_a_pool_on_the_device_that_is_full(make_engine: MakeEngine) -> None:
+def test_a_full_pool_refuses_allocations(make_engine: MakeEngine) -> None:
     engine = make_engine(2, MemPoolConfig='{"memory_size": 65536}')
     engine.allocate_cache(CacheDesc(1, (65536,), DataType.DT_INT8))
     small = CacheDesc(1, (1,), DataType.DT_INT8)
@@ -233,11 +236,12 @@ def test_a_pool_on_the_device_that_is_full(make_engine: MakeEngine) -> None:
         engine.allocate_cache(small)
 
 
-def test_a_stream_that_cannot_be_aborted_is_given_back_all_the_same(
+def test_a_stream_that_cannot_be_aborted_is_still_destroyed(
     simulator: Controls, user: LlmDataDist, cache: Cache, peer: Peer, push: Pushed
 ) -> None:
     simulator.add_fault("HcclBatchPut:1=hang", "aclrtStreamAbort:1=507899")
-    with refused(S.LLM_TIMEOUT):
-        push(SOON_MS)
+    while simulator.faults_left():  # on a busy machine the time may be over before the batch
+        with refused(S.LLM_TIMEOUT):
+            push(SOON_MS)
     push()
     assert_arrived(user, cache, peer)

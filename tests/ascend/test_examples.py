@@ -1,4 +1,4 @@
-"""The examples on the simulated device show the same, and go over ACL and HCCL."""
+"""The examples on the simulated device print the same lines, and use ACL and HCCL."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PULL = {"HcclBatchGet"}
 KINDS = "streams events contexts device_bytes pinned registered regions comms"
 
 
-def assert_given_back(log: Log, processes: int) -> None:
-    """Each process that used a device has ended with nothing left on it."""
+def assert_no_leaks(log: Log, processes: int) -> None:
+    """Check that each process that used a device has ended without leaks."""
     leaks = [call.fields for call in log.calls("leaks")]
     assert len({leak["pid"] for leak in leaks}) == processes
     assert [(kind, leak[kind]) for leak in leaks for kind in KINDS.split() if leak[kind]] == []
@@ -35,22 +35,26 @@ def assert_given_back(log: Log, processes: int) -> None:
         for on_device in ON_DEVICES
     ],
 )
-def test_an_example(simulator: Controls, sim_log: Log, name: str) -> None:
+def test_an_example_prints_the_same_lines_on_devices(
+    simulator: Controls, sim_log: Log, name: str
+) -> None:
     done = run(FOLDER / f"{name}.py")
     assert (done.returncode, done.stderr) == (0, "")
     for text in SHOWN[name]:
         assert text in done.stdout
     counted = sim_log.counts()
     assert MOVES.get(name, PULL) <= {name for name, count in counted.items() if count}
-    assert_given_back(
+    assert_no_leaks(
         sim_log, {"copy_and_swap": 1, "several_peers": 4, "gather_leases": 3}.get(name, 2)
     )
 
 
 @pytest.mark.slow
-def test_the_pair_for_the_official_package(simulator: Controls, sim_log: Log) -> None:
+def test_the_pair_for_the_official_package_works_on_devices(
+    simulator: Controls, sim_log: Log
+) -> None:
     pair = Pair(FOLDER)
     assert pair.status == (0, 0), pair.prefill + pair.decode
     assert pair.decode[0].count("all in their places") == 4
     assert MOVES["llm_datadist"] <= set(sim_log.counts())
-    assert_given_back(sim_log, 2)
+    assert_no_leaks(sim_log, 2)

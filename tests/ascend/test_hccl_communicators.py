@@ -1,4 +1,4 @@
-"""The lives of regions and communicators: order, refusals, timeouts, what is left behind."""
+"""The lifetime of regions and communicators: order, refusals, timeouts, leaks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.ascend.hccl_ends import A2, A950, Ends, ends_on
 from tests.support.peer import RemoteError
 
 NBYTES = 1 << 16
-BIND_950 = "HcclRegisterMem"  # which registers too
+BIND_950 = "HcclRegisterMem"  # this call registers, too
 OVER_HIXL = HixlPeer(bytes(ENDPOINT_NBYTES), bytes(ENDPOINT_NBYTES), "127.0.0.1", 1)
 
 
@@ -44,7 +44,7 @@ def remote_error(ends: Ends, method: str, *arguments: object, **options: object)
 
 
 def begin_to_prepare(ends: Ends, name: str, timeout_ms: int) -> None:
-    """Have a thread of the first end do it, and return once it is in there."""
+    """Begin to prepare in a thread of the first end, and return once the call is running."""
     ends[0].call_in_thread("prepare", "prepare", name, timeout_ms)
     while ends[0].ask(name, "state") != "preparing":
         pass
@@ -69,7 +69,7 @@ def test_overlap_is_refused_and_both_ranges_are_named(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, (64 << 30) + 1])
-def test_sizes_that_hccl_does_not_take(ends: Ends, nbytes: int) -> None:
+def test_sizes_that_hccl_refuses_are_named(ends: Ends, nbytes: int) -> None:
     address = ends[0].memory("device", NBYTES)
     failure = remote_error(ends, "region", address, nbytes=nbytes)
     assert failure.kind == "ValueError"
@@ -91,7 +91,7 @@ def test_region_that_is_bound_cannot_be_closed(ends: Ends) -> None:
     connection.close()
 
 
-def test_pinned_host_memory(ends: Ends) -> None:
+def test_pinned_host_memory_is_registered(ends: Ends) -> None:
     if ends.product is A950:
         name = ends.open()
         address = ends[0].memory("pinned", NBYTES)
@@ -111,7 +111,7 @@ def test_pinned_host_memory(ends: Ends) -> None:
     connection.close()
 
 
-# ---- making them ----
+# ---- creation ----
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,14 @@ def test_pinned_host_memory(ends: Ends) -> None:
         ({"rank": 1}, "rank is 1 and remote_rank 1; they must be two numbers >= 0"),
     ],
 )
-def test_arguments_out_of_range(ends: Ends, options: dict[str, object], message: str) -> None:
+def test_arguments_out_of_range_are_refused(
+    ends: Ends, options: dict[str, object], message: str
+) -> None:
     failure = remote_error(ends, "open_with", ends.table, options)
     assert (failure.kind, failure.message) == ("ValueError", message)
 
 
-def test_longest_name_and_settings_of_rdma(ends: Ends) -> None:
+def test_the_longest_name_and_settings_of_rdma_are_accepted(ends: Ends) -> None:
     options = {"name": "n" * 127, "traffic_class": 132, "service_level": 4}
     ends[0].open_with(ends.table, options)
     ends[0].close("n" * 127)
@@ -153,7 +155,7 @@ def test_longest_name_and_settings_of_rdma(ends: Ends) -> None:
         "HcclCommBindMem",
     ],
 )
-def test_a_step_that_fails_leaves_nothing(ends: Ends, call: str) -> None:
+def test_a_failed_step_leaves_no_resources(ends: Ends, call: str) -> None:
     if ends.product is A950:
         call = {"HcclRegisterGlobalMem": BIND_950, "HcclCommBindMem": BIND_950}.get(call, call)
     code = 2 if call.startswith("Hccl") else 207001  # HCCL_E_PTR, which no retry helps
@@ -164,10 +166,10 @@ def test_a_step_that_fails_leaves_nothing(ends: Ends, call: str) -> None:
 
 
 @pytest.mark.parametrize(("code", "attempts"), [(4, 6), (7, 6), (15, 6), (1, 1), (24, 1)])
-def test_a_communicator_that_cannot_be_made_for_a_moment_is_made_later(
+def test_a_communicator_is_retried_after_a_passing_error(
     ends: Ends, code: int, attempts: int
 ) -> None:
-    """Five retries where processes of a node may have met; none of what is refused for ever.
+    """Errors that may pass are retried five times, permanent ones are not.
 
     The vendor's texts of earlier attempts are in no message.
     """
@@ -198,7 +200,7 @@ def test_wrong_rank_table_has_the_vendors_text(ends: Ends) -> None:
 
 
 def test_threads_initialize_one_after_another(ends: Ends) -> None:
-    """HCCL cannot do it at the same time; the simulator notes that as a violation."""
+    """HCCL does not support concurrent calls; the simulator reports them as violations."""
     for i in range(4):
         ends[0].call_in_thread(str(i), "open", f"name-{i}", ends.table, 0)
     assert [ends[0].join(str(i))[0] for i in range(4)] == [True] * 4
@@ -209,7 +211,7 @@ def test_threads_initialize_one_after_another(ends: Ends) -> None:
 # ---- order ----
 
 
-def test_memory_is_bound_before_prepare(ends: Ends) -> None:
+def test_memory_cannot_be_bound_after_prepare(ends: Ends) -> None:
     connection = ends.connect(NBYTES)
     address = ends[0].memory("device", NBYTES)
     ends[0].region(address)
@@ -236,7 +238,7 @@ def test_region_is_bound_once_and_not_when_closed(ends: Ends) -> None:
     ends.take_back(name, [address, other])
 
 
-def test_order_of_calls_at_the_end(ends: Ends) -> None:
+def test_the_end_calls_hccl_in_its_order(ends: Ends) -> None:
     connection = ends.connect(NBYTES)
     ends.log.restart()
     connection.close()
@@ -260,8 +262,8 @@ def test_order_of_calls_at_the_end(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("timeout_ms", [1, pytest.param(1000, marks=pytest.mark.slow)])
-def test_peer_that_does_not_come(ends: Ends, timeout_ms: int) -> None:
-    """HCCL takes whole seconds, and 0 would mean two minutes."""
+def test_prepare_without_the_peer_times_out(ends: Ends, timeout_ms: int) -> None:
+    """HCCL's timeouts are whole seconds, and 0 would mean two minutes."""
     name = ends.open()
     began = time.monotonic()
     failure = remote_error(ends, "prepare", name, timeout_ms)
@@ -290,8 +292,8 @@ def test_impossible_timeouts_are_refused(ends: Ends, timeout_ms: int) -> None:
         end.close(name)
 
 
-def test_closed_while_another_thread_prepares(ends: Ends) -> None:
-    """That thread closes when HCCL lets it; nobody waits for it."""
+def test_close_does_not_wait_for_prepare(ends: Ends) -> None:
+    """The preparing thread closes the communicator when HCCL returns; close does not wait."""
     name = ends.open()
     addresses = ends.memory(NBYTES)
     ends[0].bind(name, addresses[0])
@@ -308,11 +310,11 @@ def test_closed_while_another_thread_prepares(ends: Ends) -> None:
     ends.take_back(name, addresses)
 
 
-def test_closed_while_prepare_succeeds(ends: Ends) -> None:
+def test_a_communicator_may_be_closed_while_prepare_succeeds(ends: Ends) -> None:
     name = ends.open()
     begin_to_prepare(ends, name, 5000)
     ends[0].close_only(name)
-    with suppress(RemoteError):  # it may see that the other has closed already
+    with suppress(RemoteError):  # the call may see that the other end has closed already
         ends[1].prepare(name)
     good, raised = ends[0].join("prepare")
     assert (good, raised[0], raised[3]) == (False, "HcclError", KVN_CANCELLED)
@@ -337,7 +339,7 @@ def test_unbinding_waits_for_prepare(ends: Ends) -> None:
 # ---- the end ----
 
 
-def test_closed_communicator_takes_nothing(ends: Ends) -> None:
+def test_a_closed_communicator_refuses_calls(ends: Ends) -> None:
     connection = ends.connect(NBYTES)
     rows = connection.rows([64])
     ends[0].close_only(connection.name)
@@ -351,14 +353,14 @@ def test_closed_communicator_takes_nothing(ends: Ends) -> None:
     connection.close()
 
 
-def test_closing_waits_for_the_transfer_that_runs_and_no_longer(ends: Ends) -> None:
+def test_closing_waits_only_for_the_running_transfer(ends: Ends) -> None:
     connection = ends.connect(NBYTES)
     name, addresses = connection.name, connection.addresses
     ends[0].set("latency_us", 60_000_000)
     connection.begin("put", connection.rows([64]))
     ends[0].call_in_thread("close", "close_only", name)
     while "is closed" not in remote_error(ends, "bind", name, addresses[0]).message:
-        pass  # the thread has not come so far
+        pass  # the thread has not got so far
     assert ends[0].ask(name, "state") == "ready"
     assert ends[0].cancel_task(name)["status"] == KVN_CANCELLED
     assert ends[0].join("close", 20) == (True, None)
@@ -367,8 +369,8 @@ def test_closing_waits_for_the_transfer_that_runs_and_no_longer(ends: Ends) -> N
     connection.close()
 
 
-def test_contexts_of_the_calling_thread_stay(ends: Ends) -> None:
-    """A framework in the same process has its own."""
+def test_contexts_of_the_calling_thread_are_unchanged(ends: Ends) -> None:
+    """A framework in the same process has a context of its own."""
     ends[0].set_own_context()
     connection = ends.connect(NBYTES, staging={"slot_nbytes": 4096, "buffer_sets": 1})
     assert connection.transfer("put", connection.rows([64])).status == KVN_OK

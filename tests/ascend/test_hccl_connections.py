@@ -1,4 +1,4 @@
-"""A connection is renewed where memory is newer than it is, and goes when nobody uses it."""
+"""Connections are renewed for newer memory, and closed after their last use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support import lone_user
 from tests.support.refusals import refused
 
 
-def test_memory_of_the_peer_that_came_later(make_side: MakeSide, one: Side) -> None:
+def test_later_memory_of_the_peer_renews_the_connection(make_side: MakeSide, one: Side) -> None:
     two = make_side(1, registers=False)
     ours, theirs = one.fill(1), two.fill(2)
     link, back = link_both(one, two)
@@ -32,7 +32,7 @@ def test_memory_of_the_peer_that_came_later(make_side: MakeSide, one: Side) -> N
     assert link.connection().generation == back.connection().generation == 1
 
 
-def test_local_memory_that_was_registered_later(make_side: MakeSide, two: Side) -> None:
+def test_later_local_memory_renews_the_connection(make_side: MakeSide, two: Side) -> None:
     one = make_side(0, registers=False)
     ours, theirs = one.fill(1), two.fill(2)
     link, _ = link_both(one, two)
@@ -56,11 +56,11 @@ def test_a_connection_publishes_only_the_regions_that_it_binds(one: Side, two: S
     connections = Connections(ours._hccl, peer, table, b"session", own_metadata, is_hccs=False)
     published = Metadata.from_bytes(connections.open(0))
     connections.close(LLMException("enough"))
-    before, after = numbers  # for the name, and when all was bound
+    before, after = numbers  # the first two: for the name, and when all was bound
     assert published.newest == before < after
 
 
-def test_a_pool_needs_none(make_side: MakeSide) -> None:
+def test_memory_in_a_pool_needs_no_renewal(make_side: MakeSide) -> None:
     sides = [make_side(i, registers=False) for i in (0, 1)]
     for side in sides:
         side.transport.preregister_pool(
@@ -89,29 +89,29 @@ def test_a_failed_renewal_leaves_the_connection_as_it_was(
     assert link.connection().generation == 2
 
 
-def test_nothing_is_left_of_a_renewal_that_was_given_up_before_it_was_opened(
+def test_a_renewal_that_was_abandoned_before_its_start_leaves_nothing(
     one: Side, two: Side, simulator: Controls
 ) -> None:
-    """As when the peer, which failed, is faster than this engine."""
+    """A failed peer may be faster than this engine."""
     link, back = link_both(one, two)
     before = simulator.left()
     link.renewable.abandon(1)
     with refused(LLMStatusCode.LLM_LINK_FAILED):
         link.renewable.open(1)
-    gc.collect()  # the error_of knows what it was raised in
+    gc.collect()  # the caught error references the frame in which it was raised
     assert simulator.left() == before
     assert link.connection().generation == back.connection().generation == 0
 
 
 @pytest.mark.parametrize("is_made", [False, True], ids=["opened", "made"])
-def test_nothing_is_left_of_a_renewal_that_was_given_up_once_it_was(
+def test_a_renewal_that_was_abandoned_after_its_start_leaves_nothing(
     is_made: bool, one: Side, two: Side, simulator: Controls
 ) -> None:
-    """No word of the peer comes any more: it has given that number up as well."""
+    """The peer has abandoned the renewal as well, so no message of it will arrive."""
     ends, left = link_both(one, two), []
     for end in ends:
         end.renewable.notify_unused = lambda _generation: None
-    for generation in (1, 2):  # the first takes streams that are kept
+    for generation in (1, 2):  # the first takes cached streams
         for end in ends:
             end.renewable.open(generation)
         if is_made:
@@ -128,7 +128,7 @@ def test_nothing_is_left_of_a_renewal_that_was_given_up_once_it_was(
     assert left[0] == left[1]
 
 
-def test_the_old_connection_goes_when_neither_end_uses_it(
+def test_the_old_connection_is_closed_when_neither_end_uses_it(
     make_side: MakeSide, one: Side, sim_log: Log
 ) -> None:
     two = make_side(1, registers=False)
@@ -147,7 +147,7 @@ def test_the_old_connection_goes_when_neither_end_uses_it(
     assert sim_log.counts("HcclCommDestroy") == {"HcclCommDestroy": 2}
 
 
-def test_without_renewals_the_error_says_so(make_side: MakeSide, one: Side) -> None:
+def test_the_error_mentions_disabled_renewals(make_side: MakeSide, one: Side) -> None:
     two = make_side(1, registers=False)
     link, _ = link_both(one, two)
     link.renewable.request_renewal = None
@@ -159,7 +159,7 @@ def test_without_renewals_the_error_says_so(make_side: MakeSide, one: Side) -> N
 
 
 def test_a_renewal_that_finds_no_thread_is_tried_again() -> None:
-    """Tickets over a disturbed connection are not known meanwhile."""
+    """Meanwhile, tickets over a disturbed connection are unknown."""
     program = """
         from queue import SimpleQueue
         from types import SimpleNamespace
@@ -173,7 +173,7 @@ def test_a_renewal_that_finds_no_thread_is_tried_again() -> None:
         disturbed = SimpleNamespace(disturbed=True, state="ready")
         connections._current = Connection(1, disturbed, newest=1)
         renewed = SimpleQueue()
-        connections.request_renewal = lambda: renewed.put(True)
+        connections.request_renewal = lambda timeout_ms: renewed.put(True)
         for room in (1, None):
             allow_threads(room)
             assert connections.tickets(7) is None

@@ -1,4 +1,4 @@
-"""HCCL waits half an hour (1,836 s) for a dead peer over HCCS: deadlines and heartbeats end it."""
+"""A dead peer over HCCS: deadlines and heartbeats end the wait of HCCL, which takes 1,836 s."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.datadist.peer import Peer
 from tests.support.refusals import refused
 
 NBYTES = 1 << 20
-LOOK_S = 20.0  # at most: it waits for nothing
+LOOK_S = 20.0  # at most; the call waits for nothing
 HEARTBEAT = {"kvplan.heartbeat_interval_ms": "50", "kvplan.heartbeat_timeout_ms": "1000"}
 
 
 def end_alone(ends: Ends, name: str, address: int) -> None:
-    """What is left of the one that lives."""
+    """End the surviving side, and check that it leaves nothing behind."""
     ends[0].close(name)
     ends[0].deregister(address)
     ends[0].free(address)
@@ -30,7 +30,9 @@ def end_alone(ends: Ends, name: str, address: int) -> None:
 @pytest.mark.parametrize("product", [A2, A3], ids=["A2", "A3"])
 @pytest.mark.parametrize("direction", ["get", "put"])
 @pytest.mark.parametrize("how", ["deadline", "given up"])
-def test_a_peer_that_was_killed(tmp_path: Path, product: Product, direction: str, how: str) -> None:
+def test_a_killed_peer_ends_the_transfer(
+    tmp_path: Path, product: Product, direction: str, how: str
+) -> None:
     with two_ends(tmp_path, product) as ends:
         ends.table = rank_table(product.table_version, num_hosts=1)
         connection = ends.connect(NBYTES)
@@ -38,7 +40,7 @@ def test_a_peer_that_was_killed(tmp_path: Path, product: Product, direction: str
         connection.begin(direction, connection.rows([64] * 1000))
         if how == "deadline":
             assert connection.wait(100).status == KVN_TIMEOUT
-        else:  # as a link does once its heartbeat is missed
+        else:  # as a link does after a missed heartbeat
             ends[0].cancel(connection.name, "cluster 1 does not answer")
             report = connection.wait(None)
             assert (report.status, report.message) == (KVN_PEER_GONE, "cluster 1 does not answer")
@@ -48,7 +50,7 @@ def test_a_peer_that_was_killed(tmp_path: Path, product: Product, direction: str
 def test_a_blocking_call_in_hccl_does_not_block_readers_of_the_connection(
     tmp_path: Path,
 ) -> None:
-    """A link that is closed or renewed looks at its connections, and holds its lock meanwhile."""
+    """Closing or renewing a link looks at its connections, while it holds its lock."""
     with two_ends(tmp_path, A2) as ends:
         connection = ends.connect(NBYTES)
         ends[0].set("issue_blocks", 1)
@@ -65,10 +67,10 @@ def test_a_blocking_call_in_hccl_does_not_block_readers_of_the_connection(
         connection.close()
 
 
-def test_a_peer_that_is_silent_is_given_up_by_its_heartbeat(
+def test_a_silent_peer_is_declared_dead_by_its_heartbeat(
     simulator: Controls, make_engine: MakeEngine, peer: Peer
 ) -> None:
-    """Nobody closes its connections, as when its host is gone."""
+    """A peer whose host is gone does not close its connections, either."""
     blocks = list(range(0, 600, 2))
     desc = CacheDesc(2, (600, 16), DataType.DT_INT32)
     peer.run("cache = datadist.allocate_blocks_cache(CacheDesc(2, (600, 16), DataType.DT_INT32))")

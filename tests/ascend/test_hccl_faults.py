@@ -1,4 +1,4 @@
-"""Transfers that fail: a batch, at synchronization, never; a peer that dies; memory gone."""
+"""Failed transfers: by a batch, at synchronization, by a hang, a dead peer or freed memory."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def connection(ends: Ends) -> Iterator[Connection]:
     ],
 )
 @pytest.mark.parametrize("direction", ["get", "put"])
-def test_a_batch_in_the_middle(
+def test_a_failed_batch_in_the_middle_confirms_nothing_before(
     connection: Connection, direction: str, code: int, words: str, status: int
 ) -> None:
-    """What was enqueued before it is over when the failure is reported, and counts for nothing."""
+    """Earlier batches have ended when the failure is reported, and confirm nothing."""
     ends, most = connection.ends, connection.ends.product.max_batch
     name = f"HcclBatch{direction.capitalize()}"
     ends[0].fault(f"{name}:3={code}")
@@ -65,7 +65,7 @@ def test_a_batch_in_the_middle(
     assert connection.transfer(direction, connection.rows([64] * NUM)).status == KVN_OK
 
 
-def test_a_batch_of_one_names_the_descriptor(connection: Connection) -> None:
+def test_a_failed_batch_of_one_names_the_descriptor(connection: Connection) -> None:
     connection.ends[0].fault("HcclBatchPut:1=4")
     report = connection.transfer("put", connection.rows([64]))
     assert report.failed == 0
@@ -76,7 +76,7 @@ def test_a_batch_of_one_names_the_descriptor(connection: Connection) -> None:
     ("code", "status"),
     [(507053, KVN_DEVICE_MEMORY), (507057, KVN_SUSPECT_REMOTE), (507899, KVN_FAILED)],
 )
-def test_an_error_that_shows_at_synchronization(
+def test_an_error_at_synchronization_fails_the_transfer(
     connection: Connection, code: int, status: int
 ) -> None:
     ends = connection.ends
@@ -87,14 +87,14 @@ def test_an_error_that_shows_at_synchronization(
     assert connection.transfer("put", connection.rows([64] * NUM)).status == KVN_OK
 
 
-def test_half_a_batch(connection: Connection) -> None:
+def test_half_a_batch_fails_the_transfer(connection: Connection) -> None:
     connection.ends[0].fault("HcclBatchPut:1=partial:507899")
     report = connection.transfer("put", connection.rows([64] * NUM))
     assert (report.code, report.unconfirmed) == (507899, ((0, NUM),))
 
 
 @pytest.mark.parametrize("call", ["aclrtMemcpyAsync", "HcclBatchGet"])
-def test_the_reading_of_guards_fails(connection: Connection, call: str) -> None:
+def test_a_failed_read_of_guards_fails_the_transfer(connection: Connection, call: str) -> None:
     ends, (_, remote) = connection.ends, connection.addresses
     ends[0].fault(f"{call}:1={507000 if call.startswith('acl') else 4}")
     rows, guards = connection.rows([64] * NUM), [(remote, int.from_bytes(b"\xa5" * 8, "little"))]
@@ -103,10 +103,10 @@ def test_the_reading_of_guards_fails(connection: Connection, call: str) -> None:
     assert f"{call}: " in report.message
 
 
-def test_a_hang_ends_with_the_deadline(connection: Connection) -> None:
+def test_a_transfer_that_hangs_times_out(connection: Connection) -> None:
     ends = connection.ends
     ends[0].fault("HcclBatchPut:2=hang")
-    report = connection.transfer("put", connection.rows([64] * NUM), timeout_ms=50)
+    report = connection.hanging("put", connection.rows([64] * NUM))
     assert report.status == KVN_TIMEOUT
     assert report.message == (
         f"the deadline passed: 0 of {64 * NUM} bytes were moved, {NUM} of {NUM} descriptors are "
@@ -115,17 +115,17 @@ def test_a_hang_ends_with_the_deadline(connection: Connection) -> None:
     assert connection.transfer("put", connection.rows([64] * NUM)).status == KVN_OK
 
 
-def test_a_long_transfer_that_hangs_ends_with_the_deadline(connection: Connection) -> None:
-    """Longer than what is on the stream at a time: its thread waits before all is issued."""
+def test_a_long_transfer_that_hangs_times_out(connection: Connection) -> None:
+    """The stream cannot hold all operations, so its thread waits before all are issued."""
     ends = connection.ends
     ends[0].fault("HcclBatchGet:2=hang")
-    report = connection.transfer("get", connection.rows([16] * 20000), timeout_ms=100)
+    report = connection.hanging("get", connection.rows([16] * 20000))
     assert report.status == KVN_TIMEOUT
     assert len(ends.log.calls("HcclBatchGet")) == 2048 // ends.product.max_batch
     assert connection.transfer("get", connection.rows([16] * 20000)).status == KVN_OK
 
 
-def test_cancelled_communicator_ends_everything_at_once(connection: Connection) -> None:
+def test_a_cancelled_communicator_ends_all_transfers(connection: Connection) -> None:
     ends = connection.ends
     ends[0].fault("HcclBatchPut:1=hang")
     connection.begin("put", connection.rows([64]))
@@ -139,12 +139,12 @@ def test_cancelled_communicator_ends_everything_at_once(connection: Connection) 
     assert (report.status, report.message) == (KVN_PEER_GONE, "cluster 7 does not answer")
 
 
-def test_task_that_is_cancelled(connection: Connection) -> None:
+def test_a_cancelled_task_ends(connection: Connection) -> None:
     ends = connection.ends
     ends[0].fault("HcclBatchPut:2=hang")
     connection.begin("put", connection.rows([64] * NUM))
     assert ends[0].cancel_task(connection.name)["status"] == KVN_CANCELLED
-    ends[0].faults_left()  # it may have been cancelled before that batch
+    ends[0].faults_left()  # the task may have been cancelled before that batch
 
 
 @pytest.fixture
@@ -170,10 +170,10 @@ def deregistered(ends: Ends) -> Iterator[tuple[Connection, list[int]]]:
         end.free(words)
 
 
-def test_range_that_the_peer_has_deregistered(
+def test_a_range_that_the_peer_has_deregistered_is_refused(
     deregistered: tuple[Connection, list[int]],
 ) -> None:
-    """The guard says so, though the stream has an error of its own."""
+    """The guard decides, although the stream has an error of its own."""
     connection, board = deregistered
     rows = connection.rows([64] * NUM)
     report = connection.transfer("put", rows, guards=[(board[1], 1)])
@@ -184,8 +184,10 @@ def test_range_that_the_peer_has_deregistered(
     assert report.code in (4, 507899)
 
 
-def test_peer_that_has_closed_its_engine(deregistered: tuple[Connection, list[int]]) -> None:
-    """Its generation table goes last, and cannot be read any more."""
+def test_a_peer_that_has_closed_its_engine_is_reported(
+    deregistered: tuple[Connection, list[int]],
+) -> None:
+    """The generation table is deregistered last, and cannot be read afterwards."""
     connection, board = deregistered
     peer = connection.ends[1]
     peer.unbind(connection.name, board[1])
@@ -200,7 +202,7 @@ def test_peer_that_has_closed_its_engine(deregistered: tuple[Connection, list[in
 def test_a_region_that_is_unbound_without_a_context_is_not_bound(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """HCCL was not called, but no connection points to the region any more."""
+    """The failure came before HCCL was called, but the region has no connection any more."""
     with two_ends(tmp_path_factory.mktemp("kvsim"), A950) as ends:
         connection = ends.connect(NBYTES)
         address = connection.addresses[0]
@@ -218,10 +220,10 @@ def test_a_region_that_is_unbound_without_a_context_is_not_bound(
 )
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 @pytest.mark.parametrize("direction", ["get", "put"])
-def test_peer_that_is_killed(
+def test_a_killed_peer_ends_transfers(
     tmp_path_factory: pytest.TempPathFactory, product: Product, direction: str, staged: bool
 ) -> None:
-    """In the middle of a transfer; and of the next one nothing is tried for ever."""
+    """The peer dies in the middle of a transfer; the next one fails in finite time, too."""
     folder = tmp_path_factory.mktemp("kvsim")
     with two_ends(folder, product, KVSIM_LATENCY_US=300000, KVSIM_RETRY_US=20000) as ends:
         connection = ends.connect(

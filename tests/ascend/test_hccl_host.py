@@ -1,4 +1,4 @@
-"""Memory of the host over RDMA: HCCL maps it itself, which the driver does once."""
+"""Host memory over RDMA: HCCL maps it, which the driver permits only once."""
 
 from __future__ import annotations
 
@@ -54,14 +54,12 @@ LARGE = {"KVSIM_PAGE_BYTES": str(1 << 16), "LD_PRELOAD": str(build_large_pages()
     ids=["4 KiB", "64 KiB"],
 )
 @pytest.mark.parametrize("variant", ["8.1", "8.5"])
-def test_all_that_is_of_the_host_is_reached(
-    tmp_path: Path, variant: str, settings: dict[str, str]
-) -> None:
-    """The driver maps whole pages, whatever the kernel's pages are."""
+def test_all_host_memory_is_reached(tmp_path: Path, variant: str, settings: dict[str, str]) -> None:
+    """The driver maps whole pages of any size."""
     report = report_of(variant, tmp_path, **settings)
     assert report["said"] == {f"{here} <-> {there}": "right" for here in LOCAL for there in REMOTE}
     assert report["left"] == {}
     calls = report["calls"]
     assert not [call for call in calls if call["call"] == "violation"]
-    # What the program has pinned itself cannot be pinned again before 8.5: it is staged.
+    # Before 8.5, memory that the program has pinned cannot be pinned again, so it is staged.
     assert any(map(is_staging, calls))

@@ -1,4 +1,4 @@
-"""HCCL's library: where it is looked for, what it must have, in each variant of the toolkit."""
+"""HCCL's library: its location and required calls, in each variant of the toolkit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support import forked
 from tests.support.hidden_calls import hide_calls
 from tests.support.peer import ROOT
 
-# A library is loaded once a process, so each test has one of its own.
+# A process loads a library only once, so each test has a process of its own.
 PROGRAM = """
 import json, sys
 from kvnative._acl import AclLibrary
@@ -49,7 +49,7 @@ def load(acl: str, *path: str, home: str = "/nonexistent", soc: str = A2.soc) ->
     ("variant", "file"),
     [("8.5", "libhcomm.so"), ("8.1", "libhccl.so"), ("hccl-only", "libhccl.so")],
 )
-def test_found_in_the_folder_of_the_acl_library(variant: str, file: str) -> None:
+def test_the_library_is_found_beside_the_acl_library(variant: str, file: str) -> None:
     lib64 = Path(build(variant)) / "lib64"
     acl = lib64 / ("libascendcl.so" if variant == "8.1" else "libacl_rt.so")
     path, generation, missing, same = load(str(acl))
@@ -57,12 +57,12 @@ def test_found_in_the_folder_of_the_acl_library(variant: str, file: str) -> None
     assert (generation, missing, same) == ("global", [], True)
 
 
-def test_product_decides_how_memory_is_registered() -> None:
+def test_the_product_decides_how_memory_is_registered() -> None:
     home = str(build("8.5"))
     assert load(f"{home}/lib64/libacl_rt.so", soc="Ascend950PR_9599")[1] == "per_comm"
 
 
-def test_library_that_is_not_there_lists_what_was_tried(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_library_lists_the_attempts(tmp_path: Path) -> None:
     home = str(build("8.5"))
     found = load(f"{home}/lib64/libacl_rt.so", str(tmp_path / "libhcomm.so"))
     assert found.startswith(f"no HCCL library: {tmp_path}/libhcomm.so: ")
@@ -70,14 +70,14 @@ def test_library_that_is_not_there_lists_what_was_tried(tmp_path: Path) -> None:
     assert found == f"no HCCL library: {tmp_path} has neither libhcomm.so nor libhccl.so"
 
 
-def test_library_without_one_sided_operations_says_which(tmp_path: Path) -> None:
+def test_the_error_of_an_old_library_names_the_missing_calls(tmp_path: Path) -> None:
     home = str(build("8.5"))
     found = load(f"{home}/lib64/libacl_rt.so", f"{home}/lib64/libacl_rt.so")
     assert found.endswith("libacl_rt.so: it lacks HcclCommInitClusterInfoMemConfig")
 
 
-def test_hixl_is_taken_from_9_1_on() -> None:
-    """The records of 9.0 differ, though its calls have the same names."""
+def test_hixl_is_used_from_9_1_on() -> None:
+    """The structs of 9.0 differ, though its calls have the same names."""
     old, new = (f"{build(variant)}/lib64" for variant in ("9.0", "9.1"))
     found = load(f"{old}/libacl_rt.so", f"{old}/libcann_hixl.so")
     assert found.endswith("libcann_hixl.so: it lacks HixlCSClientBatchPutSync")
@@ -88,7 +88,9 @@ def test_hixl_is_taken_from_9_1_on() -> None:
 @pytest.mark.parametrize(
     ("variant", "product"), [("8.1", A2), ("hccl-only", A2), ("8.1", A3)], ids=str
 )
-def test_transfers_with_each_variant(tmp_path: Path, variant: str, product: Product) -> None:
+def test_bytes_are_transferred_with_each_variant(
+    tmp_path: Path, variant: str, product: Product
+) -> None:
     with two_ends(tmp_path, product, variant) as ends:
         connection = ends.connect(1 << 16, staging={"slot_nbytes": 4096, "buffer_sets": 1})
         rows = connection.rows([100] * 300)
@@ -104,7 +106,7 @@ def test_transfers_with_each_variant(tmp_path: Path, variant: str, product: Prod
         assert not ends.log.calls("violation")
 
 
-def test_transfers_and_failures_without_the_calls_that_explain(tmp_path: Path) -> None:
+def test_transfers_and_failures_work_without_calls_for_texts(tmp_path: Path) -> None:
     explaining = ("HcclGetCommAsyncError", "HcclGetErrorString")
     hide_calls(build() / "lib64", tmp_path / "home/lib64", *explaining)
     with two_ends(tmp_path, **{HOME: tmp_path / "home"}) as ends:
@@ -115,7 +117,7 @@ def test_transfers_and_failures_without_the_calls_that_explain(tmp_path: Path) -
         ends[0].fault("HcclBatchPut:1=4")
         report = connection.transfer("put", rows)
         assert report.status == KVN_FAILED
-        assert "HcclBatchPut: 4 (INTERNAL): ES0004" in report.message  # that is ACL's text
+        assert "HcclBatchPut: 4 (INTERNAL): ES0004" in report.message  # the quoted text is ACL's
         connection.close()
 
 
@@ -149,7 +151,7 @@ region.close()
 """
 
 
-def test_forked_child_touches_nothing() -> None:
+def test_a_forked_child_makes_no_calls() -> None:
     home = str(build("8.5"))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "KVSIM_SOC": A2.soc, HOME: home}
     acl, table = f"{home}/lib64/libacl_rt.so", rank_table("1.0")

@@ -1,4 +1,4 @@
-"""How much HCCL takes in all: refused before anything is registered, with the driver's version."""
+"""Limits of HCCL's registrations, which are checked before any call, by the driver's version."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_CONNECTIONS = 300  # HCCL registers 256 ranges of a process
 
 
 def driver(folder: Path, version: str) -> Path:
-    """A folder like that of the installed driver."""
+    """Make a folder like that of the installed driver."""
     (folder / "version.info").write_text(f"Version={version}\nascendhal_version=7.35.23\n")
     return folder
 
@@ -43,7 +43,9 @@ def take_back(ends: Ends, *addresses: int) -> None:
 
 
 @pytest.mark.parametrize(("version", "is_old"), [("25.2.0", True), ("25.5.0", False)])
-def test_host_memory_by_the_driver(tmp_path: Path, version: str, is_old: bool) -> None:
+def test_the_limit_of_host_memory_depends_on_the_driver(
+    tmp_path: Path, version: str, is_old: bool
+) -> None:
     hdk = "".join(part.zfill(2) for part in version.split(".")[:2])
     variables = {"KVSIM_HDK": hdk, "KVPLAN_ASCEND_DRIVER": driver(tmp_path, version)}
     with two_ends(tmp_path, A2, **variables) as ends:
@@ -66,7 +68,7 @@ def test_host_memory_by_the_driver(tmp_path: Path, version: str, is_old: bool) -
         take_back(ends, *addresses)
 
 
-def test_device_memory(tmp_path: Path) -> None:
+def test_device_memory_is_limited(tmp_path: Path) -> None:
     variables = {"KVPLAN_ASCEND_DRIVER": tmp_path / "none"}
     with two_ends(tmp_path, A2, **variables) as ends:
         name = ends.open()
@@ -84,8 +86,8 @@ def test_device_memory(tmp_path: Path) -> None:
         take_back(ends, *addresses)
 
 
-def test_connections_are_more_than_the_ranges_that_hccl_takes(tmp_path: Path) -> None:
-    """They share ranges for the words of their guards; each has words of its own."""
+def test_more_connections_than_ranges_are_possible(tmp_path: Path) -> None:
+    """Connections share ranges for the words of their guards, and each has its own words."""
     with two_ends(tmp_path, A2) as ends:
         addresses = ends.memory(mmap.PAGESIZE)
         for end, address in zip(ends.both, addresses, strict=True):
@@ -103,7 +105,8 @@ def test_connections_are_more_than_the_ranges_that_hccl_takes(tmp_path: Path) ->
             for name in names:
                 end.close(name)
         for end, address in zip(ends.both, addresses, strict=True):
-            assert end.left()["regions"] == 1  # the page of words went with its last connection
+            # The page of words was freed with its last connection.
+            assert end.left()["regions"] == 1
             end.deregister(address)
             end.free(address)
             assert end.left() == {}
@@ -125,10 +128,10 @@ def test_each_of_several_devices_has_its_own_registrations(
 
 
 @pytest.mark.parametrize("setting", ["hdk", "page_table_bytes"])
-def test_a_link_that_fails_for_its_memory_says_how_much_there_is(
+def test_a_link_that_lacks_memory_reports_the_registered_amount(
     simulator: Controls, make_side: MakeSide, setting: str
 ) -> None:
-    """The version of the driver is not known here; HCCL's own text says nothing of totals."""
+    """The driver's version is unknown here, and HCCL's own text mentions no totals."""
     one, two = (
         make_side(number, local_comm_res=on_a_host_of_its_own(number)) for number in range(2)
     )

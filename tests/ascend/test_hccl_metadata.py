@@ -1,4 +1,4 @@
-"""Metadata of the HCCL transport: what is before is read, all else is refused with a reason."""
+"""Metadata of the HCCL transport: earlier versions are read, all else is refused with a reason."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def change(edit: Callable[[Any], object]) -> bytes:
 
 
 def put(*path: Any) -> Callable[[Any], object]:
-    """An edit: the last of `path` is put at the place that the others name."""
+    """Return an edit that puts the value, the last of `path`, at the place of the other names."""
 
     def edit(document: Any) -> None:
         *steps, last, value = path
@@ -69,7 +69,7 @@ def put(*path: Any) -> Callable[[Any], object]:
 
 
 @pytest.mark.parametrize(
-    ("edit", "said"),
+    ("edit", "reason"),
     [
         (put("schema", "kvplan.local 3"), "schema is 'kvplan.local 3'; this kvplan reads"),
         (put("schema", "kvplan.hccl 5"), "this kvplan reads 'kvplan.hccl 4'"),
@@ -94,10 +94,12 @@ def put(*path: Any) -> Callable[[Any], object]:
         (put("more", 1), "unknown field `more`"),
     ],
 )
-def test_impossible_metadata_is_refused_and_named(edit: Callable[[Any], object], said: str) -> None:
+def test_impossible_metadata_is_refused_and_named(
+    edit: Callable[[Any], object], reason: str
+) -> None:
     with refused(LLMStatusCode.LLM_PARAM_INVALID) as caught:
         Metadata.from_bytes(change(edit))
-    assert said in str(caught.value)
+    assert reason in str(caught.value)
 
 
 @given(
@@ -106,7 +108,7 @@ def test_impossible_metadata_is_refused_and_named(edit: Callable[[Any], object],
         lambda value: st.lists(value) | st.dictionaries(st.text(), value),
     )
 )
-def test_whatever_comes_is_refused_as_a_bad_parameter(document: Any) -> None:
+def test_arbitrary_documents_are_refused_as_invalid(document: Any) -> None:
     blob = msgspec.msgpack.encode(document)
     with refused(LLMStatusCode.LLM_PARAM_INVALID):
         Metadata.from_bytes(blob)

@@ -1,4 +1,4 @@
-"""The network port of a device: its address, what excludes it, and why no link is made over it."""
+"""The network port of a device: its address, and the reasons for which no link is made."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ esac
 """
 
 
-def test_both_families_are_read_from_the_file(tmp_path: Path) -> None:
+def test_addresses_of_both_families_are_read_from_the_file(tmp_path: Path) -> None:
     conf = tmp_path / "hccn.conf"
     conf.write_text("IPv6address_1=fd00::1\naddress_1=10.1.0.1\nIPv6address_2=fd00::2\n")
     where = {"KVPLAN_HCCN_CONF": str(conf)}
@@ -50,7 +50,7 @@ def test_the_ports_address_is_read_from_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_in_path", [False, True])
-def test_the_tool_is_asked_where_the_file_is_absent(tmp_path: Path, is_in_path: bool) -> None:
+def test_the_tool_is_used_if_the_file_is_absent(tmp_path: Path, is_in_path: bool) -> None:
     folder = tmp_path / "driver" / "tools"
     folder.mkdir(parents=True)
     (folder / "hccn_tool").write_text(TOOL)
@@ -74,7 +74,7 @@ def test_addresses_of_two_families_are_refused() -> None:
 @pytest.mark.parametrize(
     ("pcie", "roce"), [("1", "1"), ("0", None), (None, "0")], ids=["both", "no pcie", "no roce"]
 )
-def test_variables_that_hccl_refuses(
+def test_variables_that_hccl_refuses_are_named(
     make_side: MakeSide, monkeypatch: pytest.MonkeyPatch, pcie: str | None, roce: str | None
 ) -> None:
     for name, value in (("HCCL_INTRA_PCIE_ENABLE", pcie), ("HCCL_INTRA_ROCE_ENABLE", roce)):
@@ -85,7 +85,7 @@ def test_variables_that_hccl_refuses(
 
 
 @pytest.mark.parametrize("value", ["60", "119", "7201", "2 min", "-120"])
-def test_a_timeout_that_hccl_refuses(
+def test_a_timeout_that_hccl_refuses_is_named(
     make_side: MakeSide, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", value)
@@ -97,7 +97,7 @@ def test_a_timeout_that_hccl_refuses(
 
 
 @pytest.mark.parametrize("value", ["120", "7200"])
-def test_a_timeout_that_hccl_takes(
+def test_a_valid_timeout_is_accepted(
     make_side: MakeSide, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", value)
@@ -107,7 +107,7 @@ def test_a_timeout_that_hccl_takes(
     assert [link.transport for link in link_both(one, two)] == ["hccl", "hccl"]
 
 
-# ---- links over RDMA that HCCL does not make ----
+# ---- links over RDMA that HCCL refuses ----
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def sides(make_side: MakeSide) -> tuple[Side, Side]:
 
 @pytest.fixture
 def change(simulator: Controls) -> Iterator[Any]:
-    """Change a setting for a test."""
+    """A function that changes a setting for a test."""
     before = {"device_ips": "", "tls": 0, "max_links": 512}
     yield simulator.set
     for name, value in before.items():
@@ -133,7 +133,9 @@ def why_not_linked(one: Side, two: Side) -> str:
     return str(error.value)
 
 
-def test_an_address_that_the_device_has_no_more(sides: tuple[Side, Side], change: Any) -> None:
+def test_an_address_that_the_device_has_lost_is_named(
+    sides: tuple[Side, Side], change: Any
+) -> None:
     change("device_ips", "10.9.0.1,10.1.0.2")
     message = why_not_linked(*sides)
     assert "is 10.1.0.1 still the address of device 0 (physical 0)?" in message
@@ -142,7 +144,7 @@ def test_an_address_that_the_device_has_no_more(sides: tuple[Side, Side], change
     link_both(*sides)
 
 
-def test_a_port_that_another_process_has(sides: tuple[Side, Side], sim_folder: Path) -> None:
+def test_a_port_in_use_is_named(sides: tuple[Side, Side], sim_folder: Path) -> None:
     with two_ends(sim_folder, A2) as others:
         connection = others.connect(4096)
         message = why_not_linked(*sides)
@@ -153,14 +155,14 @@ def test_a_port_that_another_process_has(sides: tuple[Side, Side], sim_folder: P
     link_both(*sides)
 
 
-def test_encryption_at_one_end_alone(sides: tuple[Side, Side], change: Any) -> None:
+def test_encryption_at_only_one_end_is_named(sides: tuple[Side, Side], change: Any) -> None:
     change("tls", 1)
     assert "TLS is on at only one end (`hccn_tool -i" in why_not_linked(*sides)
     change("tls", 3)
     link_both(*sides)
 
 
-def test_queue_pairs_are_exhausted(sides: tuple[Side, Side], change: Any) -> None:
+def test_exhausted_queue_pairs_are_named(sides: tuple[Side, Side], change: Any) -> None:
     first = link_both(*sides)
     change("max_links", 1)
     message = why_not_linked(*sides)
@@ -171,10 +173,10 @@ def test_queue_pairs_are_exhausted(sides: tuple[Side, Side], change: Any) -> Non
     del first
 
 
-def test_no_more_connections_than_there_are_queue_pairs_for(
+def test_connections_are_limited_by_queue_pairs(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, sim_log: Log
 ) -> None:
-    """Refused before HCCL is asked, and the message says what to do."""
+    """The refusal comes before any call of HCCL, and the message names the remedy."""
     first = link_both(*sides)
     monkeypatch.setattr("kvplan.transport.hccl.device.MAX_LINKS", 1)
     sim_log.restart()

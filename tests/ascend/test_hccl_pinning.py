@@ -1,4 +1,4 @@
-"""Host memory: what shares pages is refused by itself; what HCCL keeps stops nobody."""
+"""Host memory that shares pages or is kept pinned by HCCL fails alone."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def sides(simulator: Controls, sim_log: Log) -> Iterator[tuple[Side, Side]]:
 
 
 def pages(number: int) -> int:
-    """The address of so many pages, which stay as long as the process."""
+    """Return the address of pages that exist until the process ends."""
     HELD.append(mmap.mmap(-1, number * PAGE))
     return int(np.frombuffer(HELD[-1], np.uint8).ctypes.data)
 
 
 def test_registrations_that_share_pages_are_reached_in_parts(sides: tuple[Side, Side]) -> None:
-    """HCCL maps whole pages: each is one region's, and so of the registration that came first."""
+    """HCCL maps whole pages. Each page belongs to the region of the first registration."""
     one, two = sides
     at = pages(4)
     first = one.transport.register((at + PAGE + 64, 100))
@@ -53,10 +53,10 @@ def test_registrations_that_share_pages_are_reached_in_parts(sides: tuple[Side, 
     link_both(one, two)
 
 
-def test_memory_that_the_program_has_mapped_is_refused_by_itself(
+def test_memory_that_the_program_has_mapped_is_refused_alone(
     simulator: Controls, sides: tuple[Side, Side]
 ) -> None:
-    """HCCL would be refused it when the link is made, and with it all else."""
+    """Otherwise HCCL would fail when the link is made, and all other memory with it."""
     one, two = sides
     at = pages(1)
     simulator.add_fault("aclrtHostRegister:1=507899")
@@ -87,7 +87,7 @@ def test_memory_in_a_page_that_is_pinned_shares_the_pin(sides: tuple[Side, Side]
     whole = one.transport.register((at + 64, 4 * PAGE))
     end = one.transport.register((at + 4 * PAGE + 64, 100))
     one.transport.deregister(whole)
-    # In the middle of what the end keeps pinned.
+    # In the middle of the range that the end keeps pinned.
     middle = one.transport.register((at + 2 * PAGE + 64, 100))
     assert middle.range.region_of(at + 2 * PAGE + 64, 100) is not None
     one.transport.deregister(end)

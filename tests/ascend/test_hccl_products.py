@@ -1,4 +1,4 @@
-"""The HCCL transport on each product, and each library that the products come with."""
+"""The HCCL transport on each product, and with each library of the products."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def on(soc: str, variant: str, folder: Path, **settings: str) -> dict[str, Any]:
     return report
 
 
-def test_an_a3_outside_of_a_super_pod(tmp_path: Path) -> None:
-    """Its numbers are negative then, which no rank table has."""
+def test_an_a3_outside_of_a_super_pod_is_linked(tmp_path: Path) -> None:
+    """The device's numbers are negative, which no rank table may contain."""
     report = on(A3, "8.5", tmp_path, KVSIM_SUPER_POD_ID="-1")
     assert (report["product"], report["version"]) == ("A3", "1.0")
     assert report["pulled"]
@@ -57,7 +57,7 @@ def test_an_a3_outside_of_a_super_pod(tmp_path: Path) -> None:
         (A3, "8.5", "A3", "1.2"),
     ],
 )
-def test_products_that_register_once(
+def test_these_products_register_memory_once(
     soc: str, variant: str, product: str, version: str, tmp_path: Path
 ) -> None:
     report = on(soc, variant, tmp_path)
@@ -77,7 +77,7 @@ def test_products_that_register_once(
     assert report["deregistered"] != "LLM_SUCCESS"
 
 
-def test_the_product_that_registers_with_each_connection(tmp_path: Path) -> None:
+def test_the_950_registers_memory_with_each_connection(tmp_path: Path) -> None:
     report = on(A950, "8.5", tmp_path)
     assert report["product"] == "950"
     assert report["reaches"] == ["device"]

@@ -1,4 +1,4 @@
-"""However registrations overlap, each byte is registered with HCCL once, while it is needed."""
+"""Regions of overlapping registrations: each byte is registered once, while it is needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvplan.transport.hccl.regions import HeldRegion, Regions
 
 
 class Hccl:
-    """Stands in for HCCL: refuses what it refuses."""
+    """A stand-in for HCCL that refuses overlaps."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, int], bool] = {}
@@ -49,7 +49,7 @@ def end(held: HeldRegion) -> None:
 ranges = st.tuples(st.integers(1, 40), st.integers(1, 20))
 
 
-wholes = st.sampled_from([None, (1, 60)])  # the allocation of a range, where that is known
+wholes = st.sampled_from([None, (1, 60)])  # the allocation of a range, if it is known
 
 
 @given(
@@ -58,7 +58,7 @@ wholes = st.sampled_from([None, (1, 60)])  # the allocation of a range, where th
     ),
     st.randoms(),
 )
-def test_each_byte_is_known_once_and_no_longer_than_needed(
+def test_each_byte_is_registered_once_while_it_is_needed(
     steps: list[tuple[tuple[int, int], tuple[int, int] | None, str]], random: Any
 ) -> None:
     hccl = Hccl()
@@ -68,7 +68,7 @@ def test_each_byte_is_known_once_and_no_longer_than_needed(
     for (address, nbytes), whole, one in steps:
         found = regions.cover(address, nbytes, on_device=True, whole=whole)
         at = address
-        for entry in found:  # they hold it without a gap
+        for entry in found:  # they cover it without a gap
             assert entry.ref.address <= at < entry.end
             at = entry.end
         assert at >= address + nbytes
@@ -89,7 +89,7 @@ def test_each_byte_is_known_once_and_no_longer_than_needed(
 
 
 @given(st.lists(ranges, max_size=8), st.lists(ranges, min_size=1, max_size=8))
-def test_tensors_are_found_in_the_one_region_that_holds_each(
+def test_each_tensor_is_found_in_its_region(
     registered: list[tuple[int, int]], tensors: list[tuple[int, int]]
 ) -> None:
     regions = Regions(Hccl().make, end)
@@ -105,7 +105,7 @@ def test_tensors_are_found_in_the_one_region_that_holds_each(
     assert regions.newest_of(*columns, on_device=False) is None
 
 
-def test_tensors_of_a_region_that_has_gone_are_in_none_until_another_has_come() -> None:
+def test_tensors_of_an_ended_region_are_in_no_region() -> None:
     regions = Regions(Hccl().make, end)
     gone, _ = regions.cover(10, 5, on_device=True), regions.cover(20, 5, on_device=True)
     tensors = [(np.array([at], np.uint64), np.array([5], np.uint64)) for at in (10, 20)]
@@ -129,7 +129,7 @@ def test_an_allocation_is_one_region_whatever_part_is_registered_first() -> None
     assert hccl.known == {}
 
 
-def test_of_a_partly_known_allocation_only_the_requested_range_is_added() -> None:
+def test_only_the_requested_range_of_a_partly_known_allocation_is_added() -> None:
     hccl = Hccl()
     regions = Regions(hccl.make, end)
     regions.cover(600, 50, on_device=True)
@@ -137,7 +137,7 @@ def test_of_a_partly_known_allocation_only_the_requested_range_is_added() -> Non
     assert [(entry.ref.address, entry.ref.nbytes) for entry in found] == [(600, 50), (650, 10)]
 
 
-def test_a_region_that_cannot_be_made_changes_nothing() -> None:
+def test_a_refused_region_changes_nothing() -> None:
     hccl = Hccl()
     regions = Regions(hccl.make, end)
     regions.cover(20, 10, on_device=True)
@@ -148,12 +148,12 @@ def test_a_region_that_cannot_be_made_changes_nothing() -> None:
     assert len(regions.all()) == 1
 
 
-def test_regions_that_end_while_they_are_looked_at() -> None:
+def test_regions_may_end_during_a_lookup() -> None:
     regions = Regions(Hccl().make, end)
     held = [regions.cover(at, 10, on_device=True) for at in (0, 100)]
 
     class Ending(np.ndarray[Any, Any]):
-        """Tensors that are compared after the regions have gone."""
+        """Tensors that are compared only after the regions have gone."""
 
         def __add__(self, other: Any) -> Any:
             for item in held:

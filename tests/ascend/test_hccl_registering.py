@@ -1,4 +1,4 @@
-"""What is registered over HCCL, in which parts, and what its end does to transfers."""
+"""Registrations over HCCL: their parts, and the effect of their end on transfers."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_an_ended_registration_inside_a_pool_is_refused(make_side: MakeSide, one
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["behind it", "before it"])
-def test_memory_that_is_registered_in_parts_is_reached_in_parts(
+def test_memory_in_several_registrations_is_reached(
     make_side: MakeSide, one: Side, first: int
 ) -> None:
-    """The other part is registered directly behind the first one, or directly before it."""
+    """The second part is registered directly behind the first one, or directly before it."""
     two = make_side(1, registers=False)
     page = 2 << 20
     buffer = two.device.allocate(2 * page)
@@ -70,30 +70,29 @@ def test_memory_that_is_registered_in_parts_is_reached_in_parts(
     assert "register the whole first" in str(error.value)
 
 
-def test_memory_that_is_not_registered_any_more_is_staged(
-    one: Side, two: Side, sim_log: Log
-) -> None:
-    """What was found out about the local memory of one transfer is not true for ever."""
+def test_deregistered_local_memory_is_staged(one: Side, two: Side, sim_log: Log) -> None:
+    """Facts about local memory of one transfer may be outdated in the next."""
     theirs, ours = two.fill(2), one.memory
     link, _ = link_both(one, two)
     remote = two.peer_memory(link)
     for _ in range(2):
-        kvplan.execute(PULL, remote, ours)  # straight into it
+        kvplan.execute(PULL, remote, ours)  # directly into the registered memory
     one.transport.deregister(one.registration)
     before = one.fill(1)
-    kvplan.execute(PULL, remote, ours)  # by way of the staging memory
+    kvplan.execute(PULL, remote, ours)  # through the staging memory
     np.testing.assert_array_equal(one.seen, moved(theirs, before))
     one.registration = one.register()
     sim_log.restart()
     kvplan.execute(PULL, remote, ours)
-    assert sim_log.counts("HcclCommPrepare")["HcclCommPrepare"] > 0  # a connection that has it
+    # A connection that binds the memory.
+    assert sim_log.counts("HcclCommPrepare")["HcclCommPrepare"] > 0
 
 
 @pytest.mark.parametrize("begins", [0, 100])
-def test_memory_is_registered_again_before_hccl_has_forgotten(
+def test_memory_may_be_registered_again_before_hccl_has_deregistered_it(
     one: Side, two: Side, begins: int
 ) -> None:
-    """A thread in the background lets HCCL forget, and now has no time for that."""
+    """The thread that deregisters in the background has no time now."""
     theirs, before = two.fill(2), one.fill(1)
     link, _ = link_both(one, two)
     remote = two.peer_memory(link)
@@ -113,7 +112,7 @@ def test_memory_is_registered_again_before_hccl_has_forgotten(
     assert len(one.transport._hccl.regions.all()) == 1
 
 
-def test_a_range_that_is_registered_twice_ends_twice(one: Side, two: Side) -> None:
+def test_two_registrations_of_a_range_end_separately(one: Side, two: Side) -> None:
     second = two.register()
     link, _ = link_both(one, two)
     two.transport.deregister(two.registration)
@@ -142,7 +141,7 @@ def test_read_only_memory_is_not_written(make_side: MakeSide, one: Side) -> None
         two.peer_memory(link, writable=True)
 
 
-def test_all_slots_of_the_generation_table(make_side: MakeSide) -> None:
+def test_a_full_generation_table_refuses_registrations(make_side: MakeSide) -> None:
     side = make_side(0, max_registrations=2)
     other = side.register()
     with refused(LLMStatusCode.LLM_OUT_OF_MEMORY):
@@ -151,13 +150,12 @@ def test_all_slots_of_the_generation_table(make_side: MakeSide) -> None:
     again = side.register()
     for item in (other, again):
         side.transport.deregister(item)
-    assert side.transport._hccl.regions.all() == []  # nor does what was refused hold any
+    # The refused registration holds no region, either.
+    assert side.transport._hccl.regions.all() == []
 
 
-def test_memory_that_hccl_refused_once_can_be_registered(
-    simulator: Controls, make_side: MakeSide
-) -> None:
-    """And is not counted among what is registered."""
+def test_memory_can_be_registered_after_a_refusal(simulator: Controls, make_side: MakeSide) -> None:
+    """The refused registration is not counted, either."""
     side = make_side(0, registers=False)
     library = HcclLibrary.load(AclLibrary.load())
     before = library.registered(0)
@@ -178,7 +176,7 @@ def test_another_transports_metadata_is_refused(one: Side, two: Side) -> None:
     assert "another" in str(error.value)
 
 
-def test_an_address_that_is_not_registered(one: Side, two: Side) -> None:
+def test_an_address_that_is_not_registered_is_refused(one: Side, two: Side) -> None:
     link, _ = link_both(one, two)
     with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
         link.memory([two.buffer.address - 1], 10)
@@ -196,7 +194,7 @@ def test_an_address_that_is_not_registered(one: Side, two: Side) -> None:
         ("pool", "of the other kind"),
     ],
 )
-def test_host_memory_that_is_refused_is_not_held_though_its_refusal_is(
+def test_an_error_does_not_keep_refused_host_memory_alive(
     make_side: MakeSide, simulator: Controls, what: str, why: str
 ) -> None:
     side, memory = make_side(0, max_registrations=1, registers=False), bytearray(4096)
@@ -221,7 +219,7 @@ def test_host_memory_that_is_refused_is_not_held_though_its_refusal_is(
     transport._hccl.regions.release(before if why == "of the other kind" else (), HeldRegion.close)
 
 
-def test_host_memory_is_not_held_by_its_ended_registration(one: Side) -> None:
+def test_an_ended_registration_does_not_keep_host_memory_alive(one: Side) -> None:
     memory = bytearray(4096)
     registration = one.transport.register(memory)
     one.transport.deregister(registration)

@@ -1,4 +1,4 @@
-"""Engines renew their connection over HCCL while they transfer, from both ends at once."""
+"""Engines renew their connection over HCCL during transfers, from both ends at once."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ ROUNDS = 8
 Pair = tuple[LlmDataDist, LlmDataDist]
 
 
-def test_caches_come_and_go_at_both_ends_while_both_pull(pair: Pair) -> None:
-    """Each cache is newer than the connection: nearly every pull renews it."""
+def test_both_ends_replace_caches_while_both_pull(pair: Pair) -> None:
+    """Each cache is newer than the connection, so nearly every pull renews it."""
     meeting = threading.Barrier(2)
 
     def exchange(own: LlmDataDist, other: LlmDataDist, seed: int) -> None:
@@ -60,7 +60,7 @@ def test_caches_come_and_go_at_both_ends_while_both_pull(pair: Pair) -> None:
             call.result(DEADLINE_S)
 
 
-def test_a_transfer_on_the_connection_before_ends_well(
+def test_a_transfer_on_the_previous_connection_succeeds(
     pair: Pair, simulator: Controls, sim_log: Log
 ) -> None:
     owner, user = pair
@@ -68,7 +68,7 @@ def test_a_transfer_on_the_connection_before_ends_well(
     for i, array in enumerate(owner.arrays(theirs)):
         array[...] = np.arange(array.size).reshape(array.shape) + i
     key = CacheKeyByIdAndIndex(owner.cluster_id, theirs.cache_id, 0)
-    user.pull_cache(key, mine)  # renews, so that the next needs not
+    user.pull_cache(key, mine)  # renews, so the next call does not
     simulator.set("latency_us", 200_000)
     slow = user.submit(Transfer(Rows(key), Rows(mine)))
     simulator.set("latency_us", 0)
@@ -79,6 +79,30 @@ def test_a_transfer_on_the_connection_before_ends_well(
     slow.wait(DEADLINE_S * 1000)
     for array, expected in zip(user.arrays(mine), owner.arrays(theirs), strict=True):
         np.testing.assert_array_equal(array[0], expected[0])
+
+
+@pytest.mark.parametrize("wait_ms", ["1", "3600000"])
+@pytest.mark.parametrize("kind", ["one", "after", "several peers"])
+def test_a_call_waits_for_a_renewal_as_long_as_its_timeout(
+    make_engine: MakeEngine, simulator: Controls, kind: str, wait_ms: str
+) -> None:
+    """The call must not wait for the option's time, or several times."""
+    owners = [make_engine(i, listen=True) for i in ((1, 3) if kind == "several peers" else (1,))]
+    user = make_engine(2, SyncKvCacheWaitTime=wait_ms)
+    transfers = {}
+    for owner in owners:
+        connect(user, owner)
+        key = CacheKeyByIdAndIndex(owner.cluster_id, owner.allocate_blocks_cache(DESC).cache_id)
+        mine = user.allocate_blocks_cache(DESC)
+        transfers[str(owner.cluster_id)] = Transfer(Rows(key, [0]), Rows(mine, [1]))
+    while not all(link.caches for link in user.links()):
+        pass
+    whole = transfers if kind == "several peers" else transfers["1"]
+    with closing(AscendCompute(simulator, device_id=2)) as compute:
+        after = compute.event() if kind == "after" else None
+        with refused(LLMStatusCode.LLM_TIMEOUT, "was not renewed in time"):
+            user.run(whole, timeout_ms=0.5, after=after)
+        user.run(whole, timeout_ms=DEADLINE_S * 1000, after=after)
 
 
 @pytest.mark.parametrize("kind", ["one", "after", "several peers"])
@@ -114,12 +138,12 @@ def test_a_renewal_may_take_as_long_as_the_call(
 def test_no_side_prepares_a_connection_that_the_other_cannot_open(
     pair: Pair, simulator: Controls, sim_log: Log
 ) -> None:
-    """What is bound to a connection that is being prepared could not be given back for long."""
+    """Memory that is bound to a connection under preparation could not be freed for long."""
     owner, user = pair
     theirs, mine = owner.allocate_cache(DESC), user.allocate_cache(DESC)
     key = CacheKeyByIdAndIndex(owner.cluster_id, theirs.cache_id, 0)
     sim_log.restart()
-    for nth in (1, 2):  # of one end, of the other
+    for nth in (1, 2):  # of one end, and of the other
         simulator.add_fault(f"HcclCommInitClusterInfoMemConfig:{nth}=2")
         with refused(LLMStatusCode.LLM_LINK_FAILED, "HcclCommInitClusterInfoMemConfig: 2"):
             user.pull_cache(key, mine)

@@ -1,4 +1,4 @@
-"""Transfers through staging memory: host memory of both kinds, device memory that is not bound."""
+"""Transfers through staging memory: host memory of both kinds, unbound device memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.peer import RemoteError
 
 NBYTES = 1 << 20
 SLOTS = {"slot_nbytes": 65536, "buffer_sets": 1}
-# Larger than a slot, than two, tiny ones, and of odd lengths.
+# Larger than one slot, or than two, tiny ones, and odd lengths.
 SIZES = [200_000, 65536, 1, 63, 65, 65535, 140_001, *[977] * 300]
 
 
@@ -44,9 +44,11 @@ def through(connection: Connection, kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["device", "pinned", "pageable"])
 @pytest.mark.parametrize("direction", ["get", "put"])
-def test_bytes(connection: Connection, kind: str, direction: str) -> None:
+def test_bytes_are_staged_in_both_directions(
+    connection: Connection, kind: str, direction: str
+) -> None:
     ends, remote, total = connection.ends, connection.addresses[1], sum(SIZES)
-    local = ends[0].memory(kind, NBYTES)  # of which HCCL knows nothing
+    local = ends[0].memory(kind, NBYTES)  # unknown to HCCL
     content = random.Random(kind + direction).randbytes(total)
     rows = connection.rows(SIZES, local)
     if direction == "put":
@@ -92,15 +94,15 @@ def test_guards_are_read_after_the_last_chunk(connection: Connection) -> None:
 
 @pytest.mark.parametrize("direction", ["get", "put"])
 @pytest.mark.parametrize("kind", ["device", "pinned", "pageable"])
-def test_peer_that_hangs_does_not_hold_the_deadline(
+def test_a_peer_that_hangs_does_not_delay_the_deadline(
     connection: Connection, kind: str, direction: str
 ) -> None:
-    """The third of eight chunks never ends; the buffer set serves the next transfer."""
+    """The third of eight chunks hangs; the buffer set serves the next transfer."""
     ends = connection.ends
     local = ends[0].memory(kind, NBYTES)
     ends[0].fault("HcclBatchPut:3=hang" if direction == "put" else "HcclBatchGet:3=hang")
     rows = connection.rows([65536] * 8, local)
-    report = connection.transfer(direction, rows, timeout_ms=400, **through(connection, kind))
+    report = connection.hanging(direction, rows, **through(connection, kind))
     assert (report.status, report.unconfirmed) == (KVN_TIMEOUT, ((0, 8),))
     assert report.message.startswith("the deadline passed: 0 of 524288 bytes were moved")
     assert ends[0].faults_left() == 0
@@ -119,14 +121,14 @@ def test_peer_that_hangs_does_not_hold_the_deadline(
     ("kind", "call"), [("device", "aclrtMemcpyAsync"), ("pinned", "aclrtMemcpyBatchAsync")]
 )
 @pytest.mark.parametrize("direction", ["get", "put"])
-def test_a_copy_that_hangs_does_not_hold_the_deadline(
+def test_a_copy_that_hangs_does_not_delay_the_deadline(
     connection: Connection, kind: str, call: str, direction: str
 ) -> None:
     ends = connection.ends
     local = ends[0].memory(kind, NBYTES)
     ends[0].fault(f"{call}:2=hang")
     rows = connection.rows([65536] * 8, local)
-    report = connection.transfer(direction, rows, timeout_ms=400, **through(connection, kind))
+    report = connection.hanging(direction, rows, **through(connection, kind))
     assert (report.status, report.unconfirmed) == (KVN_TIMEOUT, ((0, 8),))
     assert ends[0].faults_left() == 0
     for _ in range(2):
@@ -136,7 +138,9 @@ def test_a_copy_that_hangs_does_not_hold_the_deadline(
 
 
 @pytest.mark.parametrize("direction", ["get", "put"])
-def test_a_copy_that_fails_in_the_middle(connection: Connection, direction: str) -> None:
+def test_a_failed_copy_in_the_middle_fails_the_transfer(
+    connection: Connection, direction: str
+) -> None:
     ends = connection.ends
     local = ends[0].memory("device", NBYTES)
     ends[0].fault("aclrtMemcpyAsync:4=507000")
@@ -151,10 +155,10 @@ def test_a_copy_that_fails_in_the_middle(connection: Connection, direction: str)
 
 @pytest.mark.parametrize("call", ["aclrtMemcpyAsync", "batch"])
 @pytest.mark.parametrize("direction", ["get", "put"])
-def test_an_error_that_shows_when_waited_for(
+def test_an_error_at_synchronization_fails_the_transfer(
     connection: Connection, call: str, direction: str
 ) -> None:
-    """Of the stream of copies, or of that of operations."""
+    """The stream is that of copies, or that of operations."""
     ends = connection.ends
     local = ends[0].memory("device", NBYTES)
     name = f"HcclBatch{direction.capitalize()}" if call == "batch" else call
@@ -167,10 +171,13 @@ def test_an_error_that_shows_when_waited_for(
     ends[0].free(local)
 
 
-def test_a_stream_of_copies_that_cannot_be_made_again_is_tried_by_the_next(
+def test_a_lost_stream_of_copies_is_made_again_by_a_later_transfer(
     connection: Connection,
 ) -> None:
-    """It is lost with an error, and not made for the next transfer, which says why; then it is."""
+    """The stream is lost by an error.
+
+    The next transfer fails to make one, and the one after succeeds.
+    """
     ends = connection.ends
     local = ends[0].memory("device", NBYTES)
     rows = connection.rows([65536] * 8, local)
@@ -180,7 +187,7 @@ def test_a_stream_of_copies_that_cannot_be_made_again_is_tried_by_the_next(
 
     ends[0].fault("aclrtMemcpyAsync:2=sync:507053")
     assert put().code == 507053
-    ends[0].fault("aclrtCreateStream:2=207000")  # the first is the communicator's
+    ends[0].fault("aclrtCreateStream:2=207000")  # the first stream is the communicator's
     report = put()
     assert report.code == 207000
     assert "aclrtCreateStream: 207000" in report.message
@@ -230,13 +237,13 @@ def test_one_transfer_at_a_time_uses_a_buffer_set(ends: Ends) -> None:
 
 
 def test_memory_that_a_transfer_uses_is_not_freed(connection: Connection) -> None:
-    """Its region was unbound meanwhile: that alone does not end the transfer."""
+    """Unbinding the region meanwhile does not end the transfer."""
     ends, name = connection.ends, connection.name
     local = ends[0].memory("pinned", NBYTES)
     ends[0].fault("aclrtMemcpyBatchAsync:1=hang")
     ends[0].start("a", name, "put", connection.rows([4096], local), **through(connection, "host"))
     while ends[0].faults_left_now():
-        pass  # until it has begun
+        pass  # until the transfer has begun
     ends[0].unbind_staging(name, name)
     before = ends[0].left()
     with pytest.raises(RemoteError, match=r"1 transfer\(s\) use the staging memory") as caught:
@@ -259,18 +266,21 @@ def test_copies_whose_stream_cannot_be_stopped_are_waited_for(
     assert connection.transfer("put", rows, **options).status == KVN_OK
     before = ends[0].left()
     ends[0].fault("aclrtMemcpyBatchAsync:1=hang")
+    connection.start("put", rows, **options)
+    while ends[0].faults_left_now():
+        pass  # until the copies hang
     for number in range(1, num_refused + 1):
         ends[0].fault(
             f"aclrtStreamAbort:{number}=507899", f"aclrtDestroyStreamForce:{number}=507899"
         )
-    report = connection.transfer("put", rows, timeout_ms=200, **options)
+    report = connection.wait(50)
     assert (report.status, report.unconfirmed) == (KVN_TIMEOUT, ((0, 8),))
     ends[0].faults_left()
     report = connection.transfer("put", rows, **options)
     assert report.status == KVN_OK, report
-    assert ends[0].left() == before  # the stream is not one too many, which would copy still
+    assert ends[0].left() == before  # a surplus stream would still copy
     ends[0].free(local)
 
 
-def test_a_transfer_for_which_no_thread_starts_leaves_its_buffer_set(tmp_path: Path) -> None:
+def test_a_transfer_without_a_thread_releases_its_buffer_set(tmp_path: Path) -> None:
     compiled(tmp_path, "tests/ascend/shared_main.c")("claimed_without_a_thread")

@@ -1,4 +1,4 @@
-"""Puts and gets between two processes: bytes, numbers of calls, on each generation of products."""
+"""Puts and gets between two processes: bytes and calls, on each generation of products."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def contents(seed: int, nbytes: int = NBYTES) -> bytes:
     return random.Random(seed).randbytes(nbytes)
 
 
-def test_generation_of_the_product(ends: Ends) -> None:
+def test_the_product_has_its_generation(ends: Ends) -> None:
     facts = ends[0].facts()
     assert facts["generation"] == ("per_comm" if ends.product is A950 else "global")
     assert facts["path"].endswith("libhcomm.so")
     assert facts["missing"] == ()
 
 
-def test_put(connection: Connection) -> None:
+def test_puts_write_to_the_peer(connection: Connection) -> None:
     ends, total, content = connection.ends, sum(SIZES), contents(1)
     ends[0].write(connection.addresses[0], 0, content)
     report = connection.transfer("put", connection.rows(SIZES))
@@ -45,7 +45,7 @@ def test_put(connection: Connection) -> None:
     assert set(arrived[total:]) == {0xA5}
 
 
-def test_get(connection: Connection) -> None:
+def test_gets_read_from_the_peer(connection: Connection) -> None:
     ends, total, content = connection.ends, sum(SIZES), contents(2)
     ends[1].write(connection.addresses[1], 0, content)
     assert connection.transfer("get", connection.rows(SIZES)).status == KVN_OK
@@ -55,7 +55,9 @@ def test_get(connection: Connection) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 64, 65, 256, 257, 1000, 3904])
-def test_batches_and_one_synchronization(connection: Connection, count: int) -> None:
+def test_a_transfer_of_several_batches_synchronizes_once(
+    connection: Connection, count: int
+) -> None:
     """3904 descriptors are 61 layers x 64 scattered blocks."""
     ends, most = connection.ends, connection.ends.product.max_batch
     assert connection.transfer("put", connection.rows([256] * count)).status == KVN_OK
@@ -68,9 +70,9 @@ def test_batches_and_one_synchronization(connection: Connection, count: int) -> 
 
 
 def successful_synchronizations(ends: Ends) -> int:
-    """Waits for the stream that found it empty: not those of 1 ms, for an event that is late.
+    """Return the waits that found the stream empty, except those of 1 ms for a late event.
 
-    It may be empty by then; what counts is that the transfer does not wait for each batch.
+    The stream may be empty by then. The test counts them to show that not every batch is awaited.
     """
     calls = ends.log.calls("aclrtSynchronizeStreamWithTimeout")
     return sum(call.code == 0 and call.fields["timeout"] != 1 for call in calls)
@@ -101,7 +103,7 @@ def test_a_changed_generation_fails_the_transfer(connection: Connection, directi
     assert connection.transfer(direction, rows, guards=[(remote + NBYTES - 8, 8)]).status == KVN_OK
 
 
-def test_more_guards_than_a_batch(connection: Connection) -> None:
+def test_more_guards_than_a_batch_are_read(connection: Connection) -> None:
     ends, (_, remote) = connection.ends, connection.addresses
     count = 600
     ends[1].write(remote, 65536, b"".join(i.to_bytes(8, "little") for i in range(count)))
@@ -115,7 +117,7 @@ def test_more_guards_than_a_batch(connection: Connection) -> None:
     )
 
 
-def test_empty_transfer(connection: Connection) -> None:
+def test_an_empty_transfer_succeeds(connection: Connection) -> None:
     assert connection.transfer("put", []).status == KVN_OK
     assert not connection.ends.log.calls("HcclBatchPut")
 

@@ -1,4 +1,4 @@
-"""What the HCCL transport moves between two devices of this process, on the simulated libraries."""
+"""Transfers of the HCCL transport between two devices of this process, on the simulator."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_host_memory_that_is_not_registered_goes_through_the_staging_memory(
 
 @pytest.fixture
 def over_rdma(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """HCCL takes RDMA inside the host, too, for which devices have addresses."""
+    """Links over RDMA. HCCL uses RDMA within a host, too, if devices have addresses."""
     lines = [f"address_{number}=10.1.0.{number + 1}\n" for number in range(8)]
     (tmp_path / "hccn.conf").write_text("".join(lines))
     monkeypatch.setenv("KVPLAN_HCCN_CONF", str(tmp_path / "hccn.conf"))
@@ -91,7 +91,7 @@ def test_host_memory_of_the_peer_is_not_reached_over_hccs(one: Side, two: Side) 
     with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as error:
         link.memory([arenas[1].address], TENSOR)
     assert "HCCL does not reach over HCCS" in str(error.value)
-    for end in (one, two):  # nor is it bound: HCCL would map it for nothing
+    for end in (one, two):  # host memory is not bound, either: HCCL would map it for nothing
         regions = [
             element for element in end.transport._hccl.regions.all() if not element.on_device
         ]
@@ -104,7 +104,7 @@ def test_device_memory_is_registered_by_whole_pages(make_side: MakeSide, one: Si
     two = make_side(1, registers=False)
     theirs = two.fill(2)
     ours = one.fill(1)
-    for tensor in range(TENSORS):  # none begins with a page
+    for tensor in range(TENSORS):  # no tensor begins with a page
         two.transport.register(DeviceRange(two.buffer.address + tensor * TENSOR, TENSOR))
     (region,) = two.transport._hccl.regions.all()
     assert (region.ref.address, region.ref.nbytes) == (two.buffer.address, 2 << 20)
@@ -116,7 +116,7 @@ def test_device_memory_is_registered_by_whole_pages(make_side: MakeSide, one: Si
 @pytest.mark.usefixtures("over_rdma")
 @pytest.mark.parametrize("kind", ["device", "host"])
 def test_parts_of_a_known_allocation_are_in_one_region(make_side: MakeSide, kind: str) -> None:
-    """So no later part renews a connection, and a tensor may lie in two parts."""
+    """No later part renews a connection, and a tensor may lie in two parts."""
     side, page = make_side(0, registers=False), 2 << 20
     places, parts = [page, 3 * page, 2 * page], list[DeviceRange | memoryview]()
     if kind == "device":
@@ -164,7 +164,7 @@ def test_device_memory_that_is_not_registered_goes_through_the_staging_memory(
     np.testing.assert_array_equal(one.seen, moved(theirs, ours))
 
 
-def test_without_staging_memory_the_error_says_what_to_do(make_side: MakeSide, two: Side) -> None:
+def test_the_error_without_staging_memory_names_the_remedy(make_side: MakeSide, two: Side) -> None:
     one = make_side(0, registers=False, staging_nbytes=0)
     link, _ = link_both(one, two)
     with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as error:
@@ -176,7 +176,7 @@ def test_without_staging_memory_the_error_says_what_to_do(make_side: MakeSide, t
 def test_a_signal_handler_that_reads_tickets_amid_a_read_gets_none(
     one: Side, two: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both reads would use the same space on the device."""
+    """Two reads at a time would use the same space on the device."""
     link_both(one, two)
     (connections,) = one.transport._links
     device, found = one.transport._hccl.device, list[object]()
@@ -193,12 +193,21 @@ def test_a_signal_handler_that_reads_tickets_amid_a_read_gets_none(
 
 
 @pytest.mark.parametrize("nbytes", [1, 2**14 - 1, 2**32 + 1])
-def test_staging_memory_that_makes_no_slots_is_refused(make_side: MakeSide, nbytes: int) -> None:
+def test_too_little_staging_memory_is_refused(make_side: MakeSide, nbytes: int) -> None:
     with refused(
         LLMStatusCode.LLM_PARAM_INVALID,
         rf"staging_nbytes={nbytes} must be 0 or in \[16384, 4294967296\]",
     ):
         make_side(0, registers=False, staging_nbytes=nbytes)
+
+
+@pytest.mark.parametrize("wrong", [-1, 256])
+@pytest.mark.parametrize("name", ["traffic_class", "service_level"])
+def test_a_class_or_level_out_of_range_is_refused(
+    make_side: MakeSide, name: str, wrong: int
+) -> None:
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, f"{name}={wrong} is out of range"):
+        make_side(0, **{name: wrong})
 
 
 @pytest.mark.parametrize("nbytes", [2**14, 2**14 + 5])
@@ -213,7 +222,7 @@ def test_the_least_staging_memory_moves_all_bytes(
 
 
 class TestClosing:
-    def test_a_closed_link_says_why(self, one: Side, two: Side) -> None:
+    def test_a_closed_link_reports_its_reason(self, one: Side, two: Side) -> None:
         link, _ = link_both(one, two)
         remote = two.peer_memory(link)
         link.close(LLMException("gone", status_code=LLMStatusCode.LLM_LINK_FAILED))

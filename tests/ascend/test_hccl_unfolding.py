@@ -1,4 +1,4 @@
-"""A3: AICPU goes on for a while with what it has unfolded, though its stream was aborted."""
+"""A3: AICPU still runs unfolded operations for a while after their stream was aborted."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ SLOW_US = 400_000
 
 @pytest.fixture
 def ends(tmp_path: Path) -> Iterator[Ends]:
-    """Each operation takes long: all are cut short."""
+    """Two ends whose operations take long, so that all are interrupted."""
     with two_ends(tmp_path, A3) as ends:
         yield ends
         assert [end.left() for end in ends.both] == [{}, {}]
     ends.log.rewind()
-    assert ends.log.calls("goes on")  # the simulator has done so
+    assert ends.log.calls("goes on")  # the simulator has continued operations
     assert ends.log.calls("violation") == []
 
 
 def begin_slowly(connection: Connection, direction: str, rows: Any, **options: Any) -> None:
-    """Return once AICPU has begun with a batch, for which it takes long."""
+    """Begin a transfer; return once AICPU has begun a batch that takes long."""
     connection.ends[0].set("latency_us", SLOW_US)
     connection.start(direction, rows, **options)
     while not connection.ends.log.calls("unfolds"):
@@ -44,7 +44,7 @@ def test_no_byte_moves_once_the_deadline_is_reported(ends: Ends, direction: str)
     assert connection.wait(timeout_ms=1).status == KVN_TIMEOUT
     seen = ends[target].read(connection.addresses[target])
     ends[0].set("latency_us", 0)
-    ends[0].close(connection.name)  # at once: HCCL would pull the rug from under it
+    ends[0].close(connection.name)  # immediately: HCCL would free memory that is in use
     assert ends[target].read(connection.addresses[target]) == seen
     ends[1].close(connection.name)
     for end, address in zip(ends.both, connection.addresses, strict=True):
@@ -53,7 +53,7 @@ def test_no_byte_moves_once_the_deadline_is_reported(ends: Ends, direction: str)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "peer given up"])
-def test_a_communicator_that_is_closed_while_it_transfers(ends: Ends, how: str) -> None:
+def test_a_communicator_may_be_closed_during_a_transfer(ends: Ends, how: str) -> None:
     connection = ends.connect(NBYTES)
     begin_slowly(connection, "put", connection.rows(SIZES))
     if how == "cancelled":
@@ -67,7 +67,7 @@ def test_a_communicator_that_is_closed_while_it_transfers(ends: Ends, how: str) 
 
 
 @pytest.mark.parametrize("direction", ["put", "get"])
-def test_staging_memory_is_not_used_again_before(ends: Ends, direction: str) -> None:
+def test_staging_memory_is_reused_only_after_aicpu_has_stopped(ends: Ends, direction: str) -> None:
     connection = ends.connect(NBYTES, staging={"slot_nbytes": 4096, "buffer_sets": 1})
     local = ends[0].memory("pinned", NBYTES)
     options = {"staging": connection.name, "local": "host"}
@@ -80,14 +80,14 @@ def test_staging_memory_is_not_used_again_before(ends: Ends, direction: str) -> 
     connection.close()
 
 
-def test_words_are_not_read_into_once_a_put_with_leases_is_over(ends: Ends) -> None:
-    """It reads guards before anything else: these words are another connection's soon."""
+def test_words_of_a_finished_put_with_leases_are_not_written(ends: Ends) -> None:
+    """Guards are read before anything else: another connection reuses the words soon."""
     connection = ends.connect(NBYTES)
     here, there = connection.addresses
     for end, address in zip(ends.both, connection.addresses, strict=True):
         end.write(address, 0, bytes(NBYTES))
     options = {"guards": [(there, 0)], "tickets": here}
     begin_slowly(connection, "put", connection.rows(SIZES), **options)
-    ends[0].set("latency_us", 0)  # of what follows, which would wait long enough by itself
+    ends[0].set("latency_us", 0)  # of later operations, which would wait long enough by themselves
     assert ends[0].cancel_task(connection.name)["status"] == KVN_CANCELLED
     connection.close()

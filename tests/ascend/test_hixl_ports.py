@@ -57,11 +57,13 @@ HCCS = [Port("hccs", str(number), "device") for number in (0, 1)]
         ([bus(1)], [bus(2, dst_eid=eid(3))], None),
         ([bus(1)], [bus(2, dst_eid=eid(1))], "ub_ctp"),
         ([bus(10)], [bus(2, dst_eid=f"0x{eid(10).upper()}")], "ub_ctp"),
-        ([bus(1)], [bus(1)], None),  # itself
+        ([bus(1)], [bus(1)], None),  # its own port
         ([ROCE[0]], [UBOE[0]], None),
     ],
 )
-def test_ports_of_one_network(here: list[Port], there: list[Port], protocol: str | None) -> None:
+def test_ports_of_one_network_are_paired(
+    here: list[Port], there: list[Port], protocol: str | None
+) -> None:
     found = match(at(*here), at(*there))
     assert (found and found[0].protocol) == protocol
     assert (why_unreachable(at(*here), at(*there)) is None) is (found is not None)
@@ -76,15 +78,15 @@ def test_buses_and_hccs_end_with_the_network() -> None:
     assert "'superpod2_1'" in reason
 
 
-def test_a_direct_port_goes_first() -> None:
+def test_a_direct_port_is_preferred() -> None:
     direct = bus(2, dst_eid=eid(4))
     found = match(at(bus(1), direct), at(bus(3), bus(4, dst_eid=eid(2))))
     assert found is not None
     assert found[0] == direct
 
 
-def test_records() -> None:
-    """EndpointDesc: protocol, kind and bytes of the address, place, four numbers."""
+def test_structs_have_the_vendors_layout() -> None:
+    """The struct EndpointDesc has protocol, kind and bytes of the address, place, four numbers."""
     device = DeviceAddress("1.2", "host", "5", super_device_id="77", super_pod_id="3")
     own, peer = (device, at(bus(1), HCCS[0])), (device, at(bus(2), HCCS[1]))
     local, remote, protocol = packed_pair(own, peer)
@@ -116,10 +118,10 @@ UB = {"protocol": "ub_ctp", "comm_id": "12", "placement": "device"}
         ({}, ADDRESS, "FEATURE_NOT_ENABLED", "no HIXL library: "),
     ],
 )
-def test_refused_options(
+def test_invalid_options_are_refused(
     make_side: MakeSide, changes: dict[str, Any], address: str, status: str, reason: str
 ) -> None:
-    """In the order of their checks. The simulated CANN of this process is 8.5."""
+    """The options are checked in this order. The simulated CANN of this process is 8.5."""
     with refused(LLMStatusCode[f"LLM_{status}"]) as error:
         make_side(0, local_comm_res=resources(0, **changes), hixl_address=address)
     assert reason in str(error.value)
@@ -133,7 +135,7 @@ def test_other_versions_do_not_select_the_mode(given: str) -> None:
 
 
 def test_numbers_of_a_device_may_be_listed() -> None:
-    """The vendor's parser reads them; kvplan asks the driver."""
+    """The vendor's parser reads the numbers; kvplan asks the driver."""
     numbers = {"phy_device_id": 3, "super_device_id": 4, "super_pod_id": 0}
     given = requested(resources(0, endpoint_list=[UB_PORT | {"device_info": numbers}]), ADDRESS)
     assert given is not None
@@ -155,7 +157,7 @@ def test_peers_accept_as_many_ports_as_the_option(count: int) -> None:
 
 @pytest.mark.parametrize("pod", ["x234567890", "-000000001", "4294967296"])
 def test_a_super_pod_of_a_peer_must_be_a_number(one: Side, pod: str) -> None:
-    """HIXL's record has room for 4 bytes; rank tables of HCCL have any text."""
+    """HIXL's struct has room for 4 bytes; rank tables of HCCL have any text."""
     theirs = Metadata.from_bytes(one.transport.metadata())
     device = msgspec.structs.replace(
         theirs.device, version="1.2", super_device_id="1", super_pod_id="0123456789"
@@ -170,7 +172,7 @@ def test_a_super_pod_of_a_peer_must_be_a_number(one: Side, pod: str) -> None:
             Metadata.from_bytes(blob)
 
 
-def test_rules_of_hccls_environment_do_not_hold(
+def test_rules_of_hccls_environment_do_not_apply(
     make_side: MakeSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "1")

@@ -1,4 +1,4 @@
-"""Blocks of a device become another request's before, while and after a peer moves them."""
+"""Blocks of a device are leased to another request before, during and after a transfer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def gate() -> Iterator[Gate]:
 
 @pytest.fixture
 def gated(gate: Gate, make_engine: MakeEngine, peer: Peer) -> Iterator[LlmDataDist]:
-    """Linked with the peer; its transfers stand still after the first descriptor."""
+    """An engine linked with the peer, whose transfers stop after the first descriptor."""
     with Transfers(1, gate.wrap) as transfers:
         user = make_engine(2, transfers=transfers)
         user.link_clusters([ClusterInfo(1, peer.address)], LONG_MS).raise_for_status()
@@ -65,12 +65,12 @@ def gated(gate: Gate, make_engine: MakeEngine, peer: Peer) -> Iterator[LlmDataDi
 
 @pytest.fixture
 def lease(peer: Peer) -> BlockLease:
-    """Of blocks THEIRS, that are full of 7."""
+    """A lease of the blocks THEIRS, which are full of 7."""
     blob = peer.run(
         """
         cache = datadist.allocate_blocks_cache(desc)
         arrays = datadist.arrays(cache)
-        [it.fill(7) for it in arrays]
+        [array.fill(7) for array in arrays]
         lease = datadist.lease_blocks(cache, blocks, tag="cmpl-3")
         result = lease.to_bytes()
         """,
@@ -85,7 +85,9 @@ def pull(user: LlmDataDist, lease: BlockLease, cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("when", ["during", "after"])
-def test_a_pull(gated: LlmDataDist, peer: Peer, lease: BlockLease, gate: Gate, when: str) -> None:
+def test_a_pull_fails_if_its_lease_ends(
+    gated: LlmDataDist, peer: Peer, lease: BlockLease, gate: Gate, when: str
+) -> None:
     cache, errors = gated.allocate_blocks_cache(DESC), []
 
     def call() -> None:
@@ -97,7 +99,7 @@ def test_a_pull(gated: LlmDataDist, peer: Peer, lease: BlockLease, gate: Gate, w
     thread = threading.Thread(target=call)
     thread.start()
     gate.wait()
-    release = "datadist.release(lease); [it.fill(9) for it in arrays]"
+    release = "datadist.release(lease); [array.fill(9) for array in arrays]"
     if when == "during":
         peer.run(release)
     gate.open()
@@ -113,7 +115,9 @@ def test_a_pull(gated: LlmDataDist, peer: Peer, lease: BlockLease, gate: Gate, w
         pull(gated, lease, cache)
 
 
-def test_leased_again(user: LlmDataDist, peer: Peer, lease: BlockLease) -> None:
+def test_blocks_that_are_leased_again_fail_the_pull(
+    user: LlmDataDist, peer: Peer, lease: BlockLease
+) -> None:
     cache = user.allocate_blocks_cache(DESC)
     pull(user, lease, cache)
     again = "datadist.release(lease); lease = datadist.lease_blocks(cache, blocks, tag='cmpl-4')"
@@ -142,10 +146,10 @@ def test_forged_leases_are_refused(user: LlmDataDist, lease: BlockLease) -> None
             pull(user, forged, cache)
     with refused("LLM_FEATURE_NOT_ENABLED", "lease cannot be checked over transport"):
         pull(user, replace(lease, words=()), cache)
-    pull(user, lease, cache)  # the link is as good as before
+    pull(user, lease, cache)  # the link still works
 
 
-def test_a_table_with_room_for_few_leases_says_how_many(make_side: MakeSide) -> None:
+def test_a_full_table_of_leases_reports_its_size(make_side: MakeSide) -> None:
     transport = make_side(0, max_registrations=MAX_SLOTS - 2).transport
     held = [transport.begin_lease() for _ in range(2)]
     with refused("LLM_OUT_OF_MEMORY", "all 2 leases are taken: release a lease first"):
@@ -162,8 +166,8 @@ def test_a_lease_that_has_ended_is_not_renewed(one: Side) -> None:
         one.transport.renew_lease(*ended, later_ns)
 
 
-def test_slots(one: Side) -> None:
-    """Leases have their own, and give them back once; each has another generation."""
+def test_leases_have_slots_of_their_own(one: Side) -> None:
+    """Leases have slots of their own, and free them once; each has another generation."""
     transport = one.transport
     first, second = transport.begin_lease(), transport.begin_lease()
     for _ in range(2):
@@ -180,7 +184,7 @@ def test_slots(one: Side) -> None:
 
 
 def leased(one: Side, two: Side) -> tuple[HcclPeerMemory, tuple[int, int], HcclLink]:
-    """Memory of the second, as the first writes to it with a lease, which is this; and its link."""
+    """Return the second side's memory under this lease as the first one writes it, and the link."""
     link, other = link_both(one, two)
     word = two.transport.begin_lease()
     block_lease = BlockLease(1, bytes(16), 1, 1, (0,), True, "cmpl-3", (LeaseWord("hccl", *word),))
@@ -202,7 +206,7 @@ def test_memory_with_a_lease_shares_nothing_with_the_same_memory_without(
         else:
             kvplan.execute(PUSH, one.memory, remote)
 
-    leased = [plain.leased([lease])]  # before the memory without it has moved
+    leased = [plain.leased([lease])]  # before the memory without a lease has moved
     move(plain)
     leased.append(plain.leased([lease]))
     for remote in leased:
@@ -222,7 +226,7 @@ def tickets_of(side: Side) -> list[int]:
 
 @pytest.fixture
 def hanging(simulator: Controls) -> Iterator[Callable[[], None]]:
-    """Let the next put hang; waits until it does."""
+    """A function that makes the next put hang, and waits until it does."""
     simulator.add_fault("HcclBatchPut:1=hang")
 
     def wait() -> None:
@@ -233,12 +237,14 @@ def hanging(simulator: Controls) -> Iterator[Callable[[], None]]:
     return wait
 
 
-def test_a_push_under_way_is_waited_for(one: Side, two: Side, hanging: Callable[[], None]) -> None:
+def test_the_end_of_a_lease_waits_for_a_push(
+    one: Side, two: Side, hanging: Callable[[], None]
+) -> None:
     one.fill(1)
     theirs = two.fill(2)
     remote, lease, _ = leased(one, two)
     unrelated = two.transport.begin_lease()
-    two.transport.end_leases([unrelated])  # nobody writes
+    two.transport.end_leases([unrelated])  # no transfer writes
     task = kvplan.submit(PUSH, one.memory, remote)
     hanging()
     (ticket,) = tickets_of(one)
@@ -260,10 +266,10 @@ def test_a_push_under_way_is_waited_for(one: Side, two: Side, hanging: Callable[
     assert tickets_of(one) == []
 
 
-def test_a_push_to_another_is_not_waited_for(
+def test_the_end_of_a_lease_does_not_wait_for_other_pushes(
     make_side: MakeSide, one: Side, two: Side, hanging: Callable[[], None]
 ) -> None:
-    """The table of a peer also has its writes to others."""
+    """A peer's table also contains its writes to others."""
     three = make_side(2)
     remote, lease, _ = leased(one, two)
     link_both(one, three)
@@ -275,7 +281,7 @@ def test_a_push_to_another_is_not_waited_for(
     task.cancel()
 
 
-def test_a_link_that_has_ended_is_not_waited_for(
+def test_the_end_of_a_lease_does_not_wait_for_an_ended_link(
     one: Side, two: Side, hanging: Callable[[], None]
 ) -> None:
     remote, lease, link = leased(one, two)
@@ -292,12 +298,12 @@ def test_a_large_push_is_announced_in_rounds(
     ours = one.fill(1)
     two.fill(2)
     remote, lease, _ = leased(one, two)
-    count = 1200  # of 120,000 bytes each: 559 are in 64 MiB
+    count = 1200  # of 120,000 bytes each: 64 MiB contain 559
     columns = (two.addresses[0], one.addresses[0], TENSOR)
     descriptors = Descriptors.from_columns(
         *(np.full(count, column, np.uint64) for column in columns)
     )
-    with Executor(remote.backend(ThreadPool(1), "put", one.memory)) as executor:
+    with Executor(remote.backend(ThreadPool(1), "put", one.memory, None)) as executor:
         sim_log.restart()
         assert executor.run(descriptors, DEADLINE_S * 1000).status == KVN_OK
         assert sim_log.counts("HcclBatchGet") == {"HcclBatchGet": 6}  # before each, and after it
@@ -318,7 +324,7 @@ def test_a_connection_over_which_tickets_are_not_read_is_renewed(
 ) -> None:
     _, lease, link = leased(one, two)
     simulator.add_fault("HcclBatchGet:1=4")
-    two.transport.end_leases([lease])  # by another look
+    two.transport.end_leases([lease])  # by another read
     assert simulator.faults_left() == 0
     give_up = time.monotonic() + DEADLINE_S
     while link.connection().generation == 0:

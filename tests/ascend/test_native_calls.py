@@ -1,4 +1,4 @@
-"""How many native calls a transfer takes, by the simulator's log (docs/how-to/ascend.md)."""
+"""The number of native calls of a transfer, by the simulator's log (docs/how-to/ascend.md)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvplan import Cache, CacheDesc, CacheIndex, DataType, LlmDataDist, Rows, Sh
 from tests.ascend.simulator import Call, Log
 from tests.datadist.peer import Peer
 
-LAYERS, BLOCKS = 61, 64  # as of a large model, and a prompt of 8,192 tokens in blocks of 128
-BATCH = 256  # what HcclBatchPut takes on A2 and A3
+LAYERS, BLOCKS = 61, 64  # like a large model, and a prompt of 8,192 tokens in blocks of 128
+BATCH = 256  # the limit of HcclBatchPut on A2 and A3
 NUM_BLOCKS = 160
 DESC = CacheDesc(2 * LAYERS, (NUM_BLOCKS, 8), DataType.DT_INT32, shard=Shard(num_layers=LAYERS))
 PER_LAYER = 2 * BLOCKS
@@ -40,7 +40,7 @@ def there(peer: Peer) -> CacheIndex:
 
 @pytest.fixture
 def cache(user: LlmDataDist, there: CacheIndex) -> Cache:
-    """Full, and pushed once: what is done at the first use of a link is done."""
+    """A full cache that was pushed once, so work at the first use of a link is done."""
     cache = user.allocate_blocks_cache(DESC)
     for number, array in enumerate(user.arrays(cache)):
         array[:] = np.arange(array.size).reshape(array.shape) + 10_000 * number
@@ -49,9 +49,9 @@ def cache(user: LlmDataDist, there: CacheIndex) -> Cache:
 
 
 def waits(log: Log) -> list[Call]:
-    """The waits of the thread that moves which have ended; others were looks at the clock.
+    """Return the completed waits of the transfer's thread; the others were looks at the clock.
 
-    The thread that renews a connection waits too. A wait of 1 ms is a look at the stream while an
+    The thread that renews a connection waits, too. A wait of 1 ms is a poll of the stream while an
     event is late.
     """
     threads = {call.fields["tid"] for call in log.calls(PUT, pid=os.getpid())}
@@ -62,7 +62,7 @@ def waits(log: Log) -> list[Call]:
 
 
 def arrived(user: LlmDataDist, cache: Cache, peer: Peer) -> None:
-    theirs = np.array(peer.run("result = [it.tolist() for it in datadist.arrays(cache)]"))
+    theirs = np.array(peer.run("result = [array.tolist() for array in datadist.arrays(cache)]"))
     for number, array in enumerate(user.arrays(cache)):
         assert (theirs[number][THEIRS] == array[MINE]).all()
 
@@ -80,10 +80,10 @@ def test_a_push_of_all_layers_waits_once(
     user.run(pushed(cache, there))
     sizes = [call.fields["descriptors"] for call in sim_log.calls(PUT)]
     assert sizes == [BATCH] * 30 + [128]  # ceil(7808 / 256) calls
-    # Of the generations, which say that nothing was deregistered.
+    # The get reads the generations, which show that no memory was deregistered.
     assert len(sim_log.calls(GET)) == 1
     assert len(waits(sim_log)) == 1
-    moving = sim_log.calls(PUT, GET, *COPIES)  # its last calls of linking may still come
+    moving = sim_log.calls(PUT, GET, *COPIES)  # the last calls of linking may come later
     assert {item.pid for item in moving} == {os.getpid()}, "the peer took part in it"
     arrived(user, cache, peer)
 
@@ -91,7 +91,7 @@ def test_a_push_of_all_layers_waits_once(
 def test_a_push_by_layers_waits_once_for_each(
     user: LlmDataDist, cache: Cache, there: CacheIndex, peer: Peer, sim_log: Log
 ) -> None:
-    """Where each layer moves before the next is ready, as when a model computes in between."""
+    """Each layer moves before the next is ready, as with a model that computes in between."""
     task = user.layered(pushed(cache, there))
     sim_log.restart()
     for layer in task.layers:

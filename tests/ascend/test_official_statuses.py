@@ -1,4 +1,4 @@
-"""What the official names say when a device fails: the statuses that its users know."""
+"""Statuses that the official names report when a device fails."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.llm_datadist.descs import desc
 from tests.llm_datadist.peer import REMOTE, link
 from tests.support.refusals import refused
 
-__all__ = ["idle_peers", "make_datadist", "make_peer"]  # here these make the official ones
+__all__ = ["idle_peers", "make_datadist", "make_peer"]  # here these make the official objects
 
 BLOCKS = [0, 2, 5]
 DEVICE = {**REMOTE, "kvplan.accelerator": "ascend"}
-SOON = {"llm.SyncKvCacheWaitTime": "500"}
+SOON = {"llm.SyncKvCacheWaitTime": "2000"}  # also of calls that succeed
 THEIRS = BlocksCacheKey(1)
 S = LLMStatusCode
 
@@ -49,7 +49,7 @@ class AllComputed(LayerSynchronizer):
 def datadist(
     simulator: Controls, make_peer: MakePeer, make_datadist: MakeDataDist
 ) -> Iterator[LLMDataDist]:
-    """Linked with a peer that has a paged cache; each is on a device of its own."""
+    """An engine linked with a peer that has a paged cache; each is on a device of its own."""
     peer = make_peer(**DEVICE, **{"llm.DeviceId": "1"})
     peer.run("paged = manager.allocate_blocks_cache(desc(6, 8), BlocksCacheKey(99))")
     datadist = make_datadist(**DEVICE, **SOON, **{"llm.DeviceId": "2"})
@@ -64,17 +64,20 @@ def cache(datadist: LLMDataDist) -> Cache:
     return cache
 
 
-def test_a_push_that_fails(simulator: Controls, datadist: LLMDataDist, cache: Cache) -> None:
+def test_a_failed_push_has_the_official_status(
+    simulator: Controls, datadist: LLMDataDist, cache: Cache
+) -> None:
     manager = datadist.cache_manager
     for fault, status in FAULTS.items():
         simulator.add_fault(f"HcclBatchPut:1{fault}")
-        with refused(status):
-            manager.push_blocks(THEIRS, cache, src_blocks=BLOCKS, dst_blocks=BLOCKS)
+        while simulator.faults_left():  # on a busy machine the time may be over before the batch
+            with refused(status):
+                manager.push_blocks(THEIRS, cache, src_blocks=BLOCKS, dst_blocks=BLOCKS)
         manager.push_blocks(THEIRS, cache, src_blocks=BLOCKS, dst_blocks=BLOCKS)
 
 
 @pytest.mark.parametrize(("fault", "timeout_ms"), [("=sync:507053", 30_000), ("=hang", 300)])
-def test_a_push_by_layers_that_fails(
+def test_a_failed_push_by_layers_has_the_official_status(
     simulator: Controls, datadist: LLMDataDist, cache: Cache, fault: str, timeout_ms: int
 ) -> None:
     simulator.add_fault(f"HcclBatchPut:1{fault}")
@@ -85,7 +88,9 @@ def test_a_push_by_layers_that_fails(
     assert task.synchronize(timeout_in_millis=timeout_ms) == FAULTS[fault]
 
 
-def test_a_swap_that_fails(simulator: Controls, datadist: LLMDataDist, cache: Cache) -> None:
+def test_a_failed_swap_has_the_official_status(
+    simulator: Controls, datadist: LLMDataDist, cache: Cache
+) -> None:
     manager = datadist.cache_manager
     host = manager.allocate_blocks_cache(desc(6, 8, placement=Placement.HOST))
     for fault in ("=507053", "=sync:507054"):

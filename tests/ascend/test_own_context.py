@@ -1,4 +1,4 @@
-"""A framework in the same process (torch_npu) has its device's context stop on failure."""
+"""A framework in the same process (torch_npu) lets its device's context stop on failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ascend.simulator import Controls
 from tests.support.refusals import refused
 
 NBYTES = 4096
-DEVICE = 6  # no other test's: its primary context is not of use any more if one of these fails
+DEVICE = 6  # used by no other test: its primary context is unusable after a failure here
 STOP_ON_FAILURE = ctypes.c_uint64(1)
 
 
@@ -36,7 +36,7 @@ class Framework:
         assert acl.aclrtMalloc(ctypes.byref(self._memory), ctypes.c_size_t(NBYTES), 0) == 0
 
     def computes(self) -> int:
-        """What its own work comes to: 0, or an error."""
+        """Return the result of the framework's own work: 0, or an error."""
         nbytes = ctypes.c_size_t(NBYTES)
         memset = self._acl.aclrtMemsetAsync
         code: int = memset(self._memory, nbytes, 1, nbytes, self._stream)
@@ -58,7 +58,7 @@ def framework(simulator: Controls) -> Iterator[Framework]:
     made.close()
 
 
-def test_an_own_context_goes_with_its_last_user(simulator: Controls) -> None:
+def test_an_own_context_ends_with_its_last_user(simulator: Controls) -> None:
     gc.collect()
     before = simulator.contexts()
     first, second = AscendDevice(DEVICE), AscendDevice(DEVICE)
@@ -66,14 +66,14 @@ def test_an_own_context_goes_with_its_last_user(simulator: Controls) -> None:
     assert simulator.contexts() == before + 1
     for item in (first, second):
         item.close()
-    assert simulator.contexts() == before + 1  # of the backend's streams
+    assert simulator.contexts() == before + 1  # the context of the backend's streams
     del first, second, item, backend
     gc.collect()
     assert simulator.contexts() == before
 
 
-def test_a_thread_that_had_no_context_has_no_message_of_that(simulator: Controls) -> None:
-    """The runtime keeps it for the thread, and would add it to the program's next error."""
+def test_a_thread_without_a_context_gets_no_error_message(simulator: Controls) -> None:
+    """The runtime keeps a thread's message, and would add it to the program's next error."""
     device = AscendDevice(DEVICE)
     acl = ctypes.CDLL(device.native.library.path)
     acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
@@ -90,10 +90,10 @@ def test_a_thread_that_had_no_context_has_no_message_of_that(simulator: Controls
     assert messages == [None]
 
 
-def test_a_thread_that_had_no_context_is_left_with_the_frameworks(
+def test_a_thread_without_a_context_gets_the_frameworks_context(
     framework: Framework, make_side: MakeSide
 ) -> None:
-    """Else it would go on in one that is destroyed with the last engine."""
+    """Otherwise the thread would use a context that is destroyed with the last engine."""
     codes: list[int] = []
     one = make_side(DEVICE)
 
@@ -108,7 +108,7 @@ def test_a_thread_that_had_no_context_is_left_with_the_frameworks(
 
 
 @pytest.mark.parametrize("fault", ["HcclBatchPut:1=sync:507057", "HcclBatchGet:1=sync:507057"])
-def test_a_transfer_that_fails_is_not_the_frameworks(
+def test_a_failed_transfer_does_not_stop_the_framework(
     simulator: Controls, framework: Framework, make_side: MakeSide, two: Side, fault: str
 ) -> None:
     one = make_side(DEVICE)
@@ -123,7 +123,7 @@ def test_a_transfer_that_fails_is_not_the_frameworks(
     assert framework.computes() == 0
 
 
-def test_a_copy_that_fails_is_not_the_frameworks(
+def test_a_failed_copy_does_not_stop_the_framework(
     simulator: Controls, framework: Framework, make_side: MakeSide
 ) -> None:
     one = make_side(DEVICE)

@@ -1,4 +1,4 @@
-"""Rank tables: both ends compute one table, of the devices or of what the user says of them."""
+"""Rank tables: both ends compute the same table, from devices or from the user's resources."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def refusal(text: str) -> str:
 
 
 def changed(document: dict[str, Any], path: str, value: object) -> str:
-    """`document` as JSON, with another value at `path` ("a.0.b"); None: without it."""
+    """Return `document` as JSON with another value at `path` ("a.0.b"), or without it for None."""
     copy = json.loads(json.dumps(document))
     *steps, last = path.split(".")
     at = copy
@@ -116,14 +116,14 @@ def test_an_address_is_read_as_it_was_written(device_address: DeviceAddress) -> 
     )
 
 
-def test_the_users_resources_are_read() -> None:
+def test_resources_of_the_user_are_read() -> None:
     a2 = read_local_comm_res(json.dumps(A2))
     assert a2 == DeviceAddress("1.0", "10.0.0.1", "3", "192.168.1.3")
     a3 = read_local_comm_res(json.dumps(A3))
     assert a3 == DeviceAddress("1.2", "10.0.0.2", "1", "192.168.1.9", None, "65537", "0")
 
 
-def test_the_table_of_a_pair_as_hccl_reads_it() -> None:
+def test_the_table_of_a_pair_has_hccls_format() -> None:
     here = read_local_comm_res(json.dumps(A2))
     there = read_local_comm_res(json.dumps(A3))
     assert json.loads(table_of(there, here).text) == {
@@ -155,7 +155,7 @@ def test_two_devices_of_one_host_are_one_server() -> None:
 
 
 @pytest.mark.parametrize(
-    ("document", "path", "value", "said"),
+    ("document", "path", "value", "reason"),
     [
         (A2, "version", "2.0", r"version is '2.0'; expected `str` matching regex '^1\\.[02]"),
         (A2, "version", None, "missing required field `version`"),
@@ -180,12 +180,12 @@ def test_two_devices_of_one_host_are_one_server() -> None:
         (A3, "server_list.0.device.0.super_device_id", "-1", "super_device_id is '-1'"),
     ],
 )
-def test_a_fault_of_the_user_is_named(
-    document: dict[str, Any], path: str, value: object, said: str
+def test_an_error_of_the_user_is_named(
+    document: dict[str, Any], path: str, value: object, reason: str
 ) -> None:
     message = refusal(changed(document, path, value))
     assert "llm.LocalCommRes" in message
-    assert said in message
+    assert reason in message
 
 
 def test_text_that_is_not_json_is_refused() -> None:
@@ -214,7 +214,7 @@ def test_one_address_for_two_devices_is_refused() -> None:
     assert "the same device_ip" in (why_not(here, there) or "")
 
 
-def test_in_one_super_pod_no_addresses_are_needed() -> None:
+def test_devices_of_one_super_pod_need_no_addresses() -> None:
     here = DeviceAddress("1.2", "a", "0", super_device_id="1", super_pod_id="0")
     there = DeviceAddress("1.2", "b", "0", super_device_id="2", super_pod_id="0")
     assert json.loads(table_of(here, there).text)["super_pod_list"] == [

@@ -1,4 +1,4 @@
-"""tools/try_ascend.py, with which somebody tries hardware first: it works on simulated devices."""
+"""Tests of tools/try_ascend.py, the first test of hardware, on simulated devices."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ def serving(environment: dict[str, str]) -> Iterator[str]:
         try:
             assert peer.stdout is not None
             yield peer.stdout.readline().split()[-1]
-            peer.communicate(timeout=60)  # the end of its input
+            peer.communicate(timeout=60)  # ends its input
             assert peer.returncode == 0
         finally:
             peer.kill()
 
 
 def test_copies_inside_one_process(environment: dict[str, str]) -> None:
-    code, said, errors = outcome(environment, "copies")
+    code, output, errors = outcome(environment, "copies")
     assert (code, errors) == (0, "")
-    assert "pinned host -> device" in said
-    assert "as they must be" in said
+    assert "pinned host -> device" in output
+    assert "as they must be" in output
 
 
 A2, A950 = "Ascend910B1", "Ascend950"
 LOCAL = ("DEVICE", "HOST")
-# As docs/how-to/ascend.md and kvplan info say: (local, remote) -> what is refused, what is staged.
+# As docs/how-to/ascend.md and kvplan info say: (local, remote) -> refused and staged cases.
 COMBINATIONS = {
     (A2, "hccl"): ({(item, "HOST") for item in LOCAL}, {("HOST", "DEVICE")}),  # HCCS: one host
     (A950, "hccl"): ({(item, "HOST") for item in LOCAL}, {("HOST", "DEVICE")}),
@@ -75,21 +75,21 @@ COMBINATIONS = {
 
 
 @pytest.mark.parametrize(("soc", "transport"), COMBINATIONS)
-def test_every_placement_between_two_processes(
+def test_every_placement_is_tried_between_two_processes(
     environment: dict[str, str], tmp_path: Path, soc: str, transport: str
 ) -> None:
     log = tmp_path / "log"
     environment |= {"KVSIM_SOC": soc, "KVSIM_LOG": str(log)}
     with serving(environment) as address:
         arguments = ("--device-id", "1", "--transport", transport)
-        code, said, errors = outcome(environment, "reach", address, *arguments)
+        code, output, errors = outcome(environment, "reach", address, *arguments)
     assert (code, errors) == (0, "")
-    assert said.splitlines()[0].split() == ["linked", "over", transport]
+    assert output.splitlines()[0].split() == ["linked", "over", transport]
     refused, staged = COMBINATIONS[soc, transport]
     for both in product(LOCAL, LOCAL):
         name = "local {}, remote {}".format(*both)
-        assert (f"{name}, the bytes" in said) is (both not in refused)
-    assert "WRONG" not in said
+        assert (f"{name}, the bytes" in output) is (both not in refused)
+    assert "WRONG" not in output
     if staged:
         assert any(is_staging(json.loads(line)) for line in log.read_text().splitlines())
 
@@ -104,7 +104,7 @@ def test_a_copy_that_fails_is_reported(environment: dict[str, str]) -> None:
 def test_more_than_hccl_registers_is_refused_at_once(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """What docs/how-to/ascend.md once asked for: 61 GiB of each kind."""
+    """The amount that docs/how-to/ascend.md once named: 61 GiB of each kind."""
     (tmp_path / "version.info").write_text("Version=25.2.0\n")
     environment["KVPLAN_ASCEND_DRIVER"] = str(tmp_path)
     much = ("--layers", "61", "--blocks", "4096", "--block-kib", "128")

@@ -52,12 +52,12 @@ enum {
 
 /* sim_enter, and 100001 where aclInit was not called. */
 int acl_enter(sim_call *call, const char *name);
-/* As acl_enter, and 107002 where the thread has no context; its device is stored. */
+/* Like acl_enter, and returns 107002 if the thread has no context; stores its device. */
 int acl_enter_device(sim_call *call, const char *name, int *device);
 /* 100000 with a text for a NULL pointer. */
 int acl_check_pointer(const void *pointer, const char *argument);
 #define ACL_CHECK(code, pointer) ((code) ? (code) : acl_check_pointer(pointer, #pointer))
-/* For the timeouts of synchronizations: -1 or positive. */
+/* Checks a timeout of a synchronization: -1 or positive. */
 int acl_check_timeout(int32_t timeout);
 
 /* ---- where an address is ---- */
@@ -77,7 +77,7 @@ void acl_place_release(acl_place *place);
 
 /* ---- copies ---- */
 
-/* One copy with both ends found: released by acl_copy_release. */
+/* A copy whose two ends were found; acl_copy_release releases them. */
 typedef struct {
     acl_place target;
     acl_place source;

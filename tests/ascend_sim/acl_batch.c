@@ -165,7 +165,7 @@ static int copy_now(const sim_call *call, acl_copy *copies, size_t count, int co
     return code || !call->fault.code ? code : sim_error(call->fault.code, "a fault of the test");
 }
 
-/* What is pinned is queued; what is not waits for the stream and is then copied by this thread. */
+/* Pinned items are queued; for pageable ones, this thread waits for the stream and copies them. */
 static int copy_on_stream(const sim_fault *fault, acl_copy *copies, size_t count, sim_stream *stream) {
     size_t begin = 0;
     while (begin < count) {

@@ -17,7 +17,7 @@ int acl_place_find(const void *pointer, uint64_t nbytes, acl_place *place) {
     }
     const char *problem = sim_overlaps_memory(address, nbytes) ? "is partly outside of its memory"
                           : sim_is_device_space(address, nbytes)
-                              ? "was freed, or is of nobody's device memory"
+                              ? "was freed, or is not device memory"
                               : NULL;
     if (problem) {
         return sim_error(SIM_PARAM, "[%p, +%llu) %s", pointer, (unsigned long long)nbytes, problem);

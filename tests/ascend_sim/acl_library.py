@@ -1,4 +1,4 @@
-"""The simulated ACL library as a test calls it: with ctypes, names and codes as in C."""
+"""The simulated ACL library as tests call it: by ctypes, with the names and codes of C."""
 
 from __future__ import annotations
 
@@ -87,11 +87,14 @@ class BatchAttribute(ctypes.Structure):
 
 
 class Acl:
-    """``acl.aclrtFree(address)`` gives the code, ``acl.made("aclrtMalloc", 64, 0)`` the pointer."""
+    """The library of a variant: calls by attribute return their code.
+
+    ``made("aclrtMalloc", 64, 0)`` returns the pointer that the call stores.
+    """
 
     def __init__(self, variant: str = "8.5") -> None:
         self.library = ctypes.CDLL(str(build(variant) / "lib64/libascendcl.so"))
-        self.core = self.library  # of several cores in a process, the one that the library uses
+        self.core = self.library  # the core that this library uses, if the process has several
         for name, arguments in ARGUMENTS.items():
             if hasattr(self.library, name):
                 getattr(self.library, name).argtypes = arguments
@@ -110,21 +113,21 @@ class Acl:
         assert code == 0, f"{name}: {code} {self.library.aclGetRecentErrMsg()!r}"
 
     def made(self, name: str, *arguments: Any) -> int:
-        """Return the pointer that the call stores first."""
+        """Make a call that must succeed; return the pointer that it stores first."""
         out = ctypes.c_void_p()
         self.ok(name, ctypes.byref(out), *arguments)
         assert out.value
         return out.value
 
     def stored(self, name: str, *arguments: Any) -> int:
-        """Return the integer that the call stores last."""
+        """Make a call that must succeed; return the integer that it stores last."""
         out = ctypes.c_int64(0)
         self.ok(name, *arguments, ctypes.byref(out))
         return out.value
 
     @contextmanager
     def on_device(self, device: int) -> Iterator[None]:
-        """Make another device this thread's for a while."""
+        """Make another device current in this thread inside the block."""
         before = self.made("aclrtGetCurrentContext")
         self.ok("aclrtSetDevice", device)
         yield
@@ -132,13 +135,13 @@ class Acl:
         self.ok("aclrtSetCurrentContext", before)
 
     def location(self, address: int) -> tuple[int, int]:
-        """Return the type and the number of where an address is."""
+        """Return the kind and the number of the device that has an address."""
         out = Attributes()
         self.ok("aclrtPointerGetAttributes", address, ctypes.byref(out))
         return out.location.type, out.location.id
 
     def view(self, address: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
-        """Return the bytes of device memory, live."""
+        """Return a view of device memory."""
         return (ctypes.c_ubyte * nbytes).from_address(self.core.kvsim_host_view(address))
 
     def fault(self, specification: str) -> None:
@@ -164,9 +167,10 @@ class Acl:
         capacities: Sequence[int] | None = None,
         reserved: int = 0,
     ) -> tuple[int, int]:
-        """Copy (target, source, nbytes) of ``pairs``; the code and what failIndex is then.
+        """Copy the (target, source, nbytes) of ``pairs``; return the code and failIndex.
 
-        ``attributes``: (first item, target, source). Synchronous where no stream is given.
+        ``attributes`` are tuples of first item, target and source. The call is synchronous without
+        a stream.
         """
         count, wide = len(pairs), len(pairs) or 1
         targets = (ctypes.c_void_p * wide)(*[pair[0] for pair in pairs])
@@ -187,7 +191,7 @@ class Acl:
 
 
 class Memories(NamedTuple):
-    """Of one size on the device and, in two kinds, on the host; and a stream."""
+    """Device, pinned and pageable memory of one size, and a stream."""
 
     device: int
     pinned: int
@@ -197,7 +201,7 @@ class Memories(NamedTuple):
 
 @contextmanager
 def memories(acl: Acl, nbytes: int) -> Iterator[Memories]:
-    """Make them, and take them back at the end."""
+    """Yield memories of `nbytes` and a stream, and free them at the end."""
     owner = ctypes.create_string_buffer(nbytes)
     device, pinned = acl.made("aclrtMalloc", nbytes, 0), acl.made("aclrtMallocHost", nbytes)
     stream = acl.made("aclrtCreateStream")
@@ -208,7 +212,7 @@ def memories(acl: Acl, nbytes: int) -> Iterator[Memories]:
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
-    """Call it in a thread of its own, which has no context yet."""
+    """Call a function in a new thread, which has no context yet."""
     results: list[Any] = []
     thread = Thread(target=lambda: results.append(function()))
     thread.start()
@@ -217,7 +221,7 @@ def in_thread(function: Callable[[], Any]) -> Any:
 
 
 def answer_of(beginning: str, program: str, settings: Mapping[str, object]) -> Any:
-    """What it gives to ``answer`` in a process of its own; see `in_process`."""
+    """Return the value that a program passes to ``answer``; see `in_process`."""
     environment = {f"KVSIM_{name.upper()}": str(value) for name, value in settings.items()}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(beginning) + textwrap.dedent(program)],
@@ -232,10 +236,10 @@ def answer_of(beginning: str, program: str, settings: Mapping[str, object]) -> A
 
 
 def in_process(program: str, variant: str = "8.5", **settings: object) -> Any:
-    """Run it in a process of its own, which gives what is returned to ``answer``.
+    """Run a program in a process of its own; return the value that it passes to ``answer``.
 
-    ``acl`` is the library there. Settings are those of the environment, without KVSIM_. Of a
-    process that fails: its code and what it wrote to stderr.
+    The program finds the library as ``acl``. `settings` are environment variables without the
+    prefix KVSIM_. If the process fails, return its exit code and what it wrote to stderr.
     """
     beginning = f"""
         import ctypes, json, os

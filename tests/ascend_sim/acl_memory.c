@@ -120,7 +120,7 @@ ACL aclrtHostUnregister(void *pointer) {
     return sim_leave(&call, code, "\"address\":%llu", ID(pointer));
 }
 
-/* Of no device of the host, and of an A3 that is in no super pod -1. */
+/* Returns 0 for host memory, and UINT32_MAX on an A3 outside of a super pod. */
 static uint32_t location_id(const acl_place *place) {
     const sim_settings settings = sim_settings_now();
     if (place->device >= 0 && settings.product == SIM_A3 && settings.super_pod_id < 0) {
@@ -129,7 +129,7 @@ static uint32_t location_id(const acl_place *place) {
     return place->device < 0 ? 0 : (uint32_t)place->device;
 }
 
-/* Before 8.5 there is no name for memory that is not pinned: it is the host's. */
+/* Before 8.5, pageable memory has no kind of its own: it counts as host memory. */
 ACL aclrtPointerGetAttributes(const void *pointer, acl_pointer_attributes *attributes) {
     sim_call call;
     acl_place place;

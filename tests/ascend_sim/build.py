@@ -1,8 +1,8 @@
-"""Builds the simulated Ascend libraries: ``python -m tests.ascend_sim.build [variant]``.
+"""Build the simulated Ascend libraries: ``python -m tests.ascend_sim.build [variant]``.
 
-A variant is a tree like that of an installed CANN, so that its path serves as ASCEND_HOME_PATH. All
-libraries of a variant share libkvsim_core.so, which lies beside them. Sources are taken by the
-beginning of their names: ``core_*.c``, ``acl_*.c``, ``hccl_*.c``, ``hixl_*.c``.
+A variant is a tree like that of an installed CANN, so its path serves as ASCEND_HOME_PATH. All
+libraries of a variant share libkvsim_core.so, which lies beside them. Each library has the sources
+of one prefix: ``core_*.c``, ``acl_*.c``, ``hccl_*.c``, ``hixl_*.c``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CFLAGS = (
 
 
 class Library(NamedTuple):
-    """One shared object: its sources and what else it needs."""
+    """A shared object: its sources and dependencies."""
 
     name: str
     prefix: str
@@ -37,7 +37,7 @@ class Library(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What one kind of installation has."""
+    """The libraries and the version of one kind of installation."""
 
     cann: str
     defines: tuple[str, ...]
@@ -46,7 +46,7 @@ class Variant(NamedTuple):
 
 CORE = Library("libkvsim_core.so", "core_", ())
 ACL_RT = Library("libacl_rt.so", "acl_", (CORE.name,))
-# Since 8.5 the old name is kept for old links: it has no symbol of its own.
+# Since 8.5, a library of the old name exists for old links; it has no symbols of its own.
 ASCENDCL = Library("libascendcl.so", "", (ACL_RT.name,))
 ASCENDCL_ALONE = Library("libascendcl.so", "acl_", (CORE.name,))
 HCOMM = Library("libhcomm.so", "hccl_", (CORE.name,))
@@ -54,8 +54,8 @@ HCCL = Library("libhccl.so", "", (HCOMM.name,))
 HCCL_ALONE = Library("libhccl.so", "hccl_", (CORE.name,))
 HIXL = Library("libcann_hixl.so", "hixl_", (CORE.name, HCOMM.name))
 
-# KVSIM_CANN: the version as a number. KVSIM_BATCH: batch copies are 0 absent, 1 there, 2 refused,
-# 3 only the calls of 9.1.
+# KVSIM_CANN is the version as a number. KVSIM_BATCH says how batch copies behave: 0 absent, 1
+# available, 2 refused, 3 only the calls of 9.1.
 OLD = ("-DKVSIM_CANN=801", "-DKVSIM_BATCH=0")
 NEW = ("-DKVSIM_CANN=805", "-DKVSIM_BATCH=1")
 REFUSING = ("-DKVSIM_CANN=805", "-DKVSIM_BATCH=2")
@@ -76,10 +76,10 @@ VARIANTS = {
 
 @functools.cache
 def build(variant: str = "8.5") -> Path:
-    """Builds the variant unless it is up to date.
+    """Build a variant unless it is up to date.
 
     Returns:
-        The path to give as ASCEND_HOME_PATH; the libraries are in its ``lib64``.
+        The path for ASCEND_HOME_PATH; the libraries are in its ``lib64``.
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant={variant!r}: known are {', '.join(VARIANTS)}")
@@ -97,7 +97,7 @@ def build(variant: str = "8.5") -> Path:
 
 @functools.cache
 def build_large_pages() -> Path:
-    """Builds what a process preloads to have pages of 64 KiB; returns its path."""
+    """Build the library that a process preloads to have pages of 64 KiB; return its path."""
     ROOT.mkdir(parents=True, exist_ok=True)
     source = HERE / "large_pages.c"
     made = ROOT / f"large_pages-{_digest([source])[:16]}.so"
@@ -120,7 +120,7 @@ def _digest(sources: Iterable[Path], *flags: str) -> str:
 
 
 def _build(variant: Variant, home: Path) -> None:
-    """Links in another folder and then renames: running programs keep what they loaded."""
+    """Link in another folder, then rename: running programs keep the old libraries."""
     made = home / "lib64.new"
     shutil.rmtree(made, ignore_errors=True)
     for folder in (ROOT / "objects", made, home / "lib64"):
@@ -148,7 +148,7 @@ def _sources(library: Library) -> list[Path]:
 
 
 def _compile(needed: tuple[Path, tuple[str, ...]]) -> Path:
-    """Compiles unless another variant, or an earlier build, has the same object."""
+    """Compile unless another variant, or an earlier build, has the same object."""
     source, defines = needed
     digest = _digest([source, *sorted(HERE.glob("*.h"))], *defines)
     made = ROOT / "objects" / f"{source.stem}-{digest[:16]}.o"

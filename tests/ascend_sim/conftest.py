@@ -1,4 +1,4 @@
-"""The simulated ACL library in this process; other variants have processes of their own."""
+"""The simulated ACL library in this process; other variants run in processes of their own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ REPEAT_INITIALIZE = 100002
 
 @pytest.fixture
 def acl() -> Iterator[Acl]:
-    """Device 0 is set in this thread; a test that leaves something behind fails."""
+    """The library, with device 0 set in this thread. A test that leaks resources fails."""
     library = Acl()
     assert library.aclInit(None) in (0, REPEAT_INITIALIZE)
-    gc.collect()  # engines of tests before this one: not while it runs
+    gc.collect()  # collects engines of earlier tests before this test runs
     before = library.leaks()
     library.ok("aclrtSetDevice", 0)
     yield library

@@ -1,7 +1,7 @@
 /*
- * What the ACL simulator needs of the core beyond sim.h: making and unmaking contexts, streams and
- * events. Handles are addresses in a space that nobody can read and that are never given out twice,
- * so that a stale or a dereferenced handle is found out.
+ * Parts of the core for the ACL simulator beyond sim.h: creation and destruction of contexts, streams and
+ * events. Handles are addresses in unreadable space and are never reused, so that stale or dereferenced
+ * handles are detected.
  */
 #ifndef KVSIM_CORE_H
 #define KVSIM_CORE_H
@@ -68,7 +68,7 @@ SIM_API int sim_context_destroy(void *handle, int force);
 SIM_API int sim_context_set(void *handle);
 /* From the first error of its work on nothing goes on in the context, which keeps the error. */
 SIM_API void sim_context_stop_on_failure(void *handle);
-/* That error; 0 where it has not failed. */
+/* Returns the error with which the context has failed, or 0. */
 SIM_API int sim_context_failed(void *handle);
 /* Lets such a context fail. */
 SIM_API void sim_context_fail(void *handle, int code);
@@ -97,18 +97,18 @@ SIM_API int sim_stream_create(uint32_t flags, void **handle);
 SIM_API int sim_stream_destroy(void *handle, int force);
 /* Destroys it without waiting: its work goes on. */
 SIM_API int sim_stream_leave(void *handle);
-/* How many streams of a context have not been destroyed. */
+/* Returns the number of a context's streams that have not been destroyed. */
 SIM_API int sim_context_streams(void *context);
-/* Whether all work of the context's streams is done, of those that were left, too. */
+/* Returns 1 if all work of the context's streams is done, including destroyed streams. */
 SIM_API int sim_streams_are_idle(void *context);
-/* Waits for that. 0, or the first error. */
+/* Waits until all work of the context's streams is done; returns 0, or the first error. */
 SIM_API int sim_context_wait_for(void *context);
 SIM_API int sim_stream_abort(sim_stream *stream);
 /* Once for a stream; to stop is for all streams of its context, and from its first error none goes on. */
 SIM_API int sim_stream_set_failure_mode(sim_stream *stream, int stops);
 /* 1 all is done, 0 not yet, or an error of the work. */
 SIM_API int sim_stream_is_idle(sim_stream *stream, int *idle);
-/* Of the context of the thread, of NULL for all: force drops what they have not done. */
+/* Destroys the streams of a context, or of all contexts for NULL; force drops their pending work. */
 void sim_streams_destroy(const sim_context *context, int force);
 int sim_streams_wait(const sim_context *context, int timeout_ms);
 /* With the lock: how often it was aborted. */
@@ -124,7 +124,7 @@ typedef enum { SIM_EVENT_PLAIN, SIM_EVENT_FLAGGED, SIM_EVENT_EX } sim_event_kind
 
 SIM_API int sim_event_create(sim_event_kind kind, uint32_t flags, void **handle);
 SIM_API int sim_event_destroy(void *handle);
-/* The context in which it was made; NULL where there is no such event. */
+/* Returns the context in which the event was made, or NULL for an unknown event. */
 SIM_API void *sim_event_context(void *handle);
 SIM_API int sim_event_record(void *handle, sim_stream *stream, const sim_fault *fault);
 SIM_API int sim_event_reset(void *handle, sim_stream *stream);

@@ -1,7 +1,7 @@
 /*
- * Events: a record is the n-th of its event; a wait is for the record that is the latest when the wait
- * is ordered. One that was never recorded holds a stream back (made by aclrtCreateEvent and
- * aclrtCreateEventWithFlag) or nobody (made by aclrtCreateEventExWithFlag).
+ * Events count their records; a wait refers to the latest record at the time of the wait. An event without a
+ * record blocks a waiting stream (made by aclrtCreateEvent or aclrtCreateEventWithFlag) or has no effect
+ * (made by aclrtCreateEventExWithFlag).
  */
 #include <stdlib.h>
 
@@ -58,7 +58,7 @@ static int is_complete(const sim_event *event) {
     return has_record(event) && event->num_completed >= event->num_recorded;
 }
 
-/* Whether its stream was aborted since, or its context failed, so that it will never complete. */
+/* Returns 1 if its stream was aborted since, or its context failed, so that it will never complete. */
 static int has_failed(const sim_event *event) {
     return event->stream && event->stream->failure->code;
 }

@@ -1,6 +1,6 @@
 /*
- * How much memory of each device is in use: of this process, or, where KVSIM_DIR is given, of all
- * processes that share the folder. What a process that died held is free again.
+ * The amount of used memory of each device: by this process, or with KVSIM_DIR by all processes that share
+ * the folder. Memory of a dead process is free again.
  */
 #include <errno.h>
 #include <fcntl.h>

@@ -1,4 +1,4 @@
-/* What is left at the end: counted here, and written to the log when the process ends. */
+/* Leaks at the end: they are counted here, and written to the log when the process ends. */
 #include <stdio.h>
 #include <string.h>
 
@@ -36,7 +36,7 @@ void sim_leaks_note(const char *when) {
     sim_note("leaks", "\"when\":\"%s\",%.*s", when, (int)strlen(left) - 1, left);
 }
 
-/* Not in a child of fork(): a thread that is not there may hold a lock. */
+/* Not in a child of fork(): another thread of the parent may have held a lock. */
 __attribute__((destructor)) static void note_at_exit(void) {
     if (!sim_is_forked()) {
         sim_leaks_note("exit");

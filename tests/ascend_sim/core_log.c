@@ -53,7 +53,7 @@ int sim_log_open(const char *path) {
     return 0;
 }
 
-/* One write a line: lines of processes that share the file do not mix. */
+/* A line is a single write, so lines of processes that share the file do not mix. */
 static void write_line(const char *call, const int *code, const char *fields, va_list arguments) {
     char line[4096];
     if (forked) {

@@ -243,7 +243,7 @@ typedef struct host_map {
     uint64_t address;
     uint64_t nbytes;
     unsigned references;
-    int is_alone; /* the memory was nobody's before: it is known by this mapping */
+    int is_alone; /* the memory is known only by this mapping */
     struct host_map *next;
 } host_map;
 

@@ -37,7 +37,7 @@ struct sim_stream {
     struct sim_stream *next;
 };
 
-/* How often kvsim_hangs_end was called; with the lock. */
+/* Returns the number of calls of kvsim_hangs_end; with the lock. */
 extern uint64_t sim_num_hangs_ended;
 /* The thread of the stream. */
 void *sim_stream_thread(void *stream);

@@ -64,7 +64,7 @@ int sim_stream_pause(sim_stream *stream, int64_t microseconds) {
     return stopped;
 }
 
-/* Whether it was stopped, and did not only go on. */
+/* Returns 1 if the hang was stopped, and 0 if it was released. */
 static int hang(sim_stream *stream, uint64_t ended) {
     sim_lock();
     while (!is_stopped(stream) && sim_num_hangs_ended == ended) {

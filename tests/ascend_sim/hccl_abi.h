@@ -75,7 +75,7 @@ typedef struct {
 #define HCCL_CONFIG_SIZE 300u
 #define HCCL_NOT_SET 0xffffffffu
 
-/* Version 5. Its size is no multiple of 8, so that the record starts as bytes. */
+/* Version 5. Its size is not a multiple of 8, so the record starts as bytes. */
 typedef struct {
     struct {
         uint64_t size;

@@ -1,4 +1,4 @@
-/* What the descriptors of the other end's memory allow; and the remap after a recovered fault. */
+/* Access by descriptors of the other end's memory, and the remap after a recovered fault. */
 #include <string.h>
 
 #include "hccl_describe.h"
@@ -71,7 +71,7 @@ HcclResult HcclEnableMemAccess(HcclComm handle, HcclMemDesc *remoteDesc, HcclMem
                       code ? 0 : (unsigned long long)remoteMem->size);
 }
 
-/* It stays open for what is under way. */
+/* The memory stays open for work in flight. */
 static HcclResult disable(hccl_call *call, HcclComm handle, const HcclMemDesc *desc)
 {
     comm *c;
@@ -98,7 +98,7 @@ HcclResult HcclDisableMemAccess(HcclComm handle, HcclMemDesc *remoteDesc)
     return hccl_leave(&call, code, "\"comm\":%llu", (unsigned long long)(uintptr_t)handle);
 }
 
-/* Where a remap does anything (RDMA), each device range has to begin in a region of the communicator. */
+/* If a remap has an effect (over RDMA), each device range has to begin in a region of the communicator. */
 static HcclResult remap_one(hccl_call *call, HcclComm handle, const HcclMem *mems, uint64_t num_mems)
 {
     comm *c;
@@ -108,7 +108,7 @@ static HcclResult remap_one(hccl_call *call, HcclComm handle, const HcclMem *mem
     for (uint64_t i = 0; i < num_mems; i++) {
         const uint64_t address = (uint64_t)(uintptr_t)mems[i].addr;
         if (mems[i].type != HCCL_MEM_DEVICE || !mems[i].addr || !mems[i].size)
-            return hccl_refuse(call, HCCL_E_PARA, "memory %llu is no device memory",
+            return hccl_refuse(call, HCCL_E_PARA, "memory %llu is not device memory",
                                (unsigned long long)i);
         if (!comm_local(c, address, 1))
             return hccl_refuse(call, HCCL_E_PARA, "memory %llu is not registered with %s",

@@ -105,11 +105,11 @@ static int run(void *argument, sim_stream *stream)
         return 0;
     if (code)
         sim_note("transfer failed", "\"name\":\"%s\",\"code\":%d", b->comm->name, code);
-    end(b); /* before whoever synchronizes goes on, and perhaps destroys */
+    end(b); /* before the synchronizing thread continues, and perhaps destroys */
     return code;
 }
 
-/* What is left, late in the time that AICPU may take for it. */
+/* Does the remaining work, late in the time that AICPU may take for it. */
 static void *finish_late(void *argument)
 {
     batch *b = argument;

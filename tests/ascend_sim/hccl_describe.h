@@ -1,4 +1,4 @@
-/* What an HcclMemDesc holds. */
+/* The content of an HcclMemDesc. */
 #ifndef KVSIM_HCCL_DESCRIBE_H
 #define KVSIM_HCCL_DESCRIBE_H
 

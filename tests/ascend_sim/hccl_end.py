@@ -1,6 +1,6 @@
-"""One end of a communicator: what each process of hccl_ends.py has.
+"""An end of a communicator, in a process of `hccl_ends.py`.
 
-Calls of the simulated library return their code; nothing is raised, for a test asks for codes.
+Calls of the simulated library return their code and raise nothing, because tests compare codes.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def config(
     traffic_class: int = 0xFFFFFFFF,
     service_level: int = 0xFFFFFFFF,
 ) -> bytes:
-    """The configuration record of version 5."""
+    """Return the configuration record of version 5."""
     head = struct.pack("<QIIQ", size, magic, version, 0)
     middle = struct.pack("<II128s128sI", buffer_mb, 0, name.encode(), b"", 0)
     return head + middle + struct.pack("<II", traffic_class, service_level)
 
 
 class End:
-    """The simulated libraries, and what this process has made with them."""
+    """The simulated libraries, and the objects that this process has made with them."""
 
     def __init__(self, lib64: str, device: int) -> None:
         acl, hccl = (
@@ -71,7 +71,7 @@ class End:
         self.use(device)
 
     def use(self, device: int) -> int:
-        """Makes the device current in this thread."""
+        """Make a device current in this thread."""
         self.device = device
         return self.acl.aclrtSetDevice(c_int32(device))
 
@@ -117,7 +117,7 @@ class End:
     def read(self, address: int, nbytes: int, kind: int = DEVICE) -> bytes:
         return ctypes.string_at(self._view(address, kind), nbytes)
 
-    # Communicators and what is bound to them.
+    # Communicators and the memory bound to them.
 
     def init(self, table: str | None, rank: int, record: bytes | None) -> tuple[int, int]:
         comm = c_void_p()
@@ -126,7 +126,7 @@ class End:
         return code, comm.value or 0
 
     def init_together(self, table: str, rank: int, names: list[str]) -> list[int]:
-        """Initializations from as many threads at once."""
+        """Initialize a communicator of each name, in as many threads at once."""
         codes: list[int] = []
         all_there = threading.Barrier(len(names))
 
@@ -162,7 +162,7 @@ class End:
         return self.hccl.HcclCommPrepare(c_void_p(comm), byref(asked), c_int(timeout))
 
     def prepare_in_threads(self, ends: list[tuple[int, int]]) -> list[int]:
-        """Both ends of communicators of this process: (device, communicator)."""
+        """Prepare communicators (device, communicator) of this process, each in its own thread."""
         codes = [-1] * len(ends)
 
         def one(i: int, device: int, comm: int) -> None:
@@ -206,7 +206,7 @@ class End:
         stream: int,
         data_type: int = 7,
     ) -> int:
-        """Pieces are (local, remote, count)."""
+        """Put or get pieces of (local, remote, count)."""
         descs = (HcclDesc * max(1, len(pieces)))(*(HcclDesc(*piece, data_type) for piece in pieces))
         function = self.hccl.HcclBatchPut if direction == "put" else self.hccl.HcclBatchGet
         return function(
@@ -214,7 +214,7 @@ class End:
         )
 
     def transfer_and_kill(self, pid: int, *arguments: Any) -> list[int]:
-        """Two transfers, and then the process is killed: sooner than a test could do it."""
+        """Submit two transfers and kill a process, sooner than a test in another process could."""
         codes = [self.transfer("put", *arguments) for _ in range(2)]
         os.kill(pid, signal.SIGKILL)
         return codes
@@ -228,7 +228,7 @@ class End:
     def destroy_stream(self, stream: int) -> int:
         return self.acl.aclrtDestroyStreamForce(c_void_p(stream))
 
-    # The way of single communicators.
+    # Memory that is registered for a single communicator.
 
     def register_for(
         self, comm: int, remote_rank: int, address: int, nbytes: int, kind: int = DEVICE

@@ -1,4 +1,4 @@
-"""Two processes with a communicator between them, and what a test asks of both."""
+"""Two processes with a communicator between them, and calls for both of them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class EndPeer(Peer):
     """The process of an `End`."""
 
     module = "tests.ascend_sim.hccl_end"
-    flags = ("-S",)  # it starts sooner
+    flags = ("-S",)  # the process starts sooner
 
 
 def start(environment: dict[str, str], variant: str, device: int) -> Remote:
-    """An `End` in a process of its own."""
+    """Return an `End` in a process of its own."""
     lib64 = str(build(variant) / "lib64")
     return Remote(EndPeer(lib64, str(device), environment=os.environ | environment), "end")
 
 
 def table(**changes: Any) -> str:
-    """Of two servers with a device each; changes replace top-level fields."""
+    """Return a rank table of two servers with a device each; `changes` replace its fields."""
     servers = [
         {
             "server_id": f"10.0.0.{rank + 1}",
@@ -47,7 +47,7 @@ def table(**changes: Any) -> str:
 
 
 class Ends:
-    """Rank 0 on device 0 of one process, rank 1 on device 1 of another."""
+    """Rank 0 on device 0 of one process, and rank 1 on device 1 of another."""
 
     def __init__(self, folder: Path, variant: str, settings: dict[str, str]) -> None:
         self.log_path = folder / "log.jsonl"
@@ -62,8 +62,8 @@ class Ends:
     def __getitem__(self, rank: int) -> Remote:
         return self.both[rank]
 
-    def at_once(self, name: str, *arguments: tuple[Any, ...]) -> list[Any]:
-        """The same method at both ends, each with its arguments."""
+    def call_both(self, name: str, *arguments: tuple[Any, ...]) -> list[Any]:
+        """Call a method at both ends at the same time, each with its own arguments."""
         for end, own in zip(self.both, arguments, strict=True):
             end.send(name, *own)
         return [end.result() for end in self.both]
@@ -81,10 +81,10 @@ class Ends:
             assert end.bind(self.comms[rank], self.handles[rank]) == 0
 
     def prepare(self, timeout: int = 5) -> list[int]:
-        return self.at_once("prepare", *((comm, timeout) for comm in self.comms))
+        return self.call_both("prepare", *((comm, timeout) for comm in self.comms))
 
     def connect(self, nbytes: int = NBYTES, kind: int = DEVICE) -> None:
-        """All of it: afterwards rank 0 and 1 have memory, a communicator and a stream."""
+        """Give both ranks memory, a communicator that is prepared, and a stream."""
         self.init()
         self.bind(nbytes, kind)
         assert self.prepare() == [0, 0]
@@ -101,7 +101,7 @@ class Ends:
 
 @contextmanager
 def two_ends(folder: Path, variant: str = "8.5", **settings: str) -> Iterator[Ends]:
-    """Settings are environment variables without their KVSIM_."""
+    """Yield two ends. `settings` are environment variables without the prefix KVSIM_."""
     ends = Ends(folder, variant, {f"KVSIM_{name}": value for name, value in settings.items()})
     try:
         yield ends

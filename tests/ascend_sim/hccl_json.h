@@ -17,7 +17,7 @@ typedef struct json {
 /* 0, or -1 with a text in error. The value is given back with json_free, also after an error. */
 int json_parse(const char *text, json *out, char *error, size_t error_size);
 void json_free(json *value);
-/* The member, or NULL where there is none or this is no object. */
+/* Returns the member, or NULL if it does not exist or the value is not an object. */
 const json *json_member(const json *object, const char *key);
 
 #endif

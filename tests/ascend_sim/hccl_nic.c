@@ -1,6 +1,6 @@
 /*
- * The network port of a device, for communicators over RDMA: its address, which may have changed since
- * somebody wrote it down, and the port of its sockets, which one process has.
+ * The network port of a device, for communicators over RDMA: its address, which may differ from the
+ * documented one, and the port of its sockets, which only one process can use.
  */
 #include <errno.h>
 #include <stdio.h>
@@ -51,7 +51,7 @@ int nic_is_hccs(const comm *c)
                : strcmp(ranks[0].server_id, ranks[1].server_id) == 0;
 }
 
-/* Whether the device has the address now; any does where the setting is not given. */
+/* Returns 1 if the device has the address now; without the setting, any address is accepted. */
 static int has_address(const table_rank *rank)
 {
     sim_settings settings = sim_settings_now();

@@ -76,7 +76,7 @@ static HcclResult compare(hccl_call *call, const hello *mine, const hello *their
     return HCCL_SUCCESS;
 }
 
-/* Both say whether they could use what the other told. */
+/* Both ends report whether they accept the other's data. */
 static HcclResult agree(hccl_call *call, int fd, HcclResult mine, int64_t deadline_us)
 {
     int32_t verdict = (int32_t)mine;

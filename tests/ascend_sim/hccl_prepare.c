@@ -42,7 +42,7 @@ static HcclResult bind_locked(hccl_call *call, HcclComm handle, void *memHandle)
     return HCCL_SUCCESS;
 }
 
-/* What was prepared stays usable until it is deregistered. */
+/* Prepared memory stays usable until it is deregistered. */
 static HcclResult unbind_locked(hccl_call *call, HcclComm handle, void *memHandle)
 {
     comm *c;
@@ -89,7 +89,7 @@ HcclResult HcclCommUnbindMem(HcclComm comm_handle, void *memHandle)
 
 /* ---- prepare ---- */
 
-/* The communicator for a blocking call that nobody may disturb. */
+/* Returns the communicator for a blocking call that no other call may disturb. */
 static HcclResult begin(hccl_call *call, HcclComm handle, const HcclPrepareConfig *config,
                         int timeout, comm **out)
 {
@@ -151,7 +151,7 @@ static HcclResult map_host(hccl_call *call, region *r)
     return HCCL_SUCCESS;
 }
 
-/* What the other end is told: over HCCS nothing of the host's. */
+/* The data for the other end: over HCCS without host memory. */
 static HcclResult resolve_locals(hccl_call *call, comm *c, wire_region *told, uint32_t *num_told)
 {
     const int shared = nic_is_hccs(c);
@@ -209,7 +209,7 @@ static HcclResult meet(hccl_call *call, comm *c, int64_t deadline_us)
     return code;
 }
 
-/* As it was before, so that it can be tried again. */
+/* Restores the earlier state, so that prepare can be repeated. */
 static void undo(comm *c)
 {
     for (size_t i = 0; i < c->num_locals; i++)

@@ -6,7 +6,7 @@
 #define MAX_DEVICE_BYTES (UINT64_C(64) << 30)
 #define MAX_GLOBAL 256
 #define MAX_HOST_BYTES (UINT64_C(1) << 40)
-/* No pointer of the program: whoever reads through a handle crashes. */
+/* An unreadable address: reading through a handle crashes the program. */
 #define HANDLE_BASE UINT64_C(0x00c1000000000000)
 
 static region *regions;
@@ -90,7 +90,7 @@ void region_drop(region *r)
     sim_memory *memory = sim_find_pages(r->address, r->nbytes);
     if (memory)
         sim_memory_release(memory);
-    else if (r->type == HCCL_MEM_DEVICE || r->mapped) /* else nobody knows it */
+    else if (r->type == HCCL_MEM_DEVICE || r->mapped) /* otherwise the memory is unknown */
         sim_note("violation", "\"what\":\"memory was freed before it was deregistered\","
                               "\"address\":%llu,\"nbytes\":%llu",
                  (unsigned long long)r->address, (unsigned long long)r->nbytes);

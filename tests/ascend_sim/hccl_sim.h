@@ -41,7 +41,7 @@ HcclResult hccl_refuse(hccl_call *call, HcclResult code, const char *text, ...) 
 /* Waits until the deadline; for faults that hang a blocking call. */
 void hccl_wait_until(int64_t deadline_us);
 int64_t hccl_now_us(void);
-/* Of a timeout in seconds: 0 the default, -1 for ever (INT64_MAX). */
+/* Converts a timeout in seconds: 0 is the default, and -1 never ends (INT64_MAX). */
 int64_t hccl_deadline(int timeout);
 
 /* ---- the board: which registrations of this process live; peers read it ---- */
@@ -51,7 +51,7 @@ typedef struct {
     uint64_t generation;
 } board_place;
 
-/* -1 where there is no slot or no memory. */
+/* Returns -1 without a free slot or memory. */
 int board_take(board_place *out);
 void board_clear(const board_place *place);
 int board_is_live(const board_place *place);
@@ -59,7 +59,7 @@ int board_fd(void);
 
 /* ---- regions ---- */
 
-/* As one end tells it to the other, and as both keep it. */
+/* A region as one end sends it to the other, and as both store it. */
 typedef struct {
     uint64_t address, nbytes;
     board_place place;
@@ -136,7 +136,7 @@ extern pthread_cond_t hccl_changed;
 
 /* With hccl_mutex held. NULL is refused with PTR, anything unknown with PARA. */
 HcclResult comm_find(hccl_call *call, HcclComm handle, comm **out);
-/* Also that the thread's device is that of the communicator. */
+/* Also checks that the thread's device is that of the communicator. */
 HcclResult comm_find_here(hccl_call *call, HcclComm handle, comm **out);
 local_region *comm_local(comm *c, uint64_t address, uint64_t nbytes);
 remote_region *comm_remote(comm *c, uint64_t address, uint64_t nbytes);
@@ -144,7 +144,7 @@ int comm_add_local(comm *c, const local_region *added);
 int comm_add_remote(comm *c, const remote_region *added);
 void local_close(local_region *local);
 void remote_close(remote_region *remote);
-/* What the other end is told. */
+/* The data for the other end. */
 wire_region local_range(const comm *c, const region *r, const sim_memory *memory);
 
 HcclResult config_check(hccl_call *call, const void *record, HcclCommConfig5 *out);
@@ -165,7 +165,7 @@ int peer_is_alive(const peer *p);
 int peer_region_is_live(const peer *p, const wire_region *range);
 /* Opens what the range lies in: 0 and *fd (-1: process_vm), or -1. */
 int peer_open(const peer *p, const wire_region *range, int *fd);
-/* One piece; -1 with errno. */
+/* Copies one piece; returns -1 with errno. */
 int peer_copy(const remote_region *from_or_to, uint64_t address, void *local, uint64_t nbytes,
               int is_put);
 void peer_close(peer *p);

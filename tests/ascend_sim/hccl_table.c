@@ -203,7 +203,7 @@ static int read_super_pods(reader *r, const json *root)
     return 0;
 }
 
-/* What holds of the ranks together. */
+/* Checks the ranks together. */
 static int check_ranks(reader *r)
 {
     const table_rank *first = &r->table->ranks[0], *second = &r->table->ranks[1];

@@ -27,7 +27,7 @@ typedef struct {
 /* 0, or -1 with a text that names the field. */
 int table_parse(const char *text, sim_product product, rank_table *out, char *error,
                 size_t error_size);
-/* Of any bytes. */
+/* Returns a hash of any bytes. */
 uint64_t table_hash(const void *bytes, size_t nbytes);
 
 #endif

@@ -1,6 +1,6 @@
 /*
- * How the two ranks of a communicator find each other: rank 0 listens on an abstract socket that is
- * named after the communicator, rank 1 connects. Between two processes or inside one.
+ * The two ranks of a communicator find each other by an abstract socket that is named after the communicator:
+ * rank 0 listens, and rank 1 connects. They may be in one process or in two.
  */
 #include <errno.h>
 #include <poll.h>

@@ -1,4 +1,4 @@
-/* What servers and clients of HIXL share: calls, registrations, endpoints. */
+/* Functions that servers and clients of HIXL share: calls, registrations, endpoints. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -66,7 +66,7 @@ static HixlStatus resolve(hixl_call *call, int device, const CommMem *mem, sim_m
         return HIXL_SUCCESS;
     if (*out)
         sim_memory_release(*out);
-    return hixl_refuse(call, HIXL_FAILED, "[%#llx, +%llu) is no memory of device %d", (unsigned long long)address,
+    return hixl_refuse(call, HIXL_FAILED, "[%#llx, +%llu) is not memory of device %d", (unsigned long long)address,
                        (unsigned long long)mem->size, device);
 }
 

@@ -310,7 +310,7 @@ static HixlStatus resolve(hixl_call *call, const client *c, const HixlOneSideOpD
     return HIXL_SUCCESS;
 }
 
-/* What was not done goes on for a while: kernels of the AICPU outlive the abort of their stream. */
+/* Pending operations continue for a while: kernels of the AICPU outlive the abort of their stream. */
 static void linger(batch *b, int64_t microseconds)
 {
     for (uint32_t i = b->num_done; b->status == HIXL_COMPLETE_STATUS_WAITING && i < b->num_pieces; i++) {

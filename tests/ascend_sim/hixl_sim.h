@@ -27,7 +27,7 @@ int64_t hixl_now_us(void);
 
 extern pthread_mutex_t hixl_mutex;
 
-/* As a server tells it: the bytes are those of its memfd from the offset on. */
+/* A range as a server sends it: the bytes are those of its memfd from the offset on. */
 typedef struct {
     uint64_t address, nbytes, fd_offset, slot;
     int32_t fd, unused;

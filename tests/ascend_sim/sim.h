@@ -105,7 +105,7 @@ SIM_API const char *sim_error_take(void);
  * the next). 0, or -1 for text that is not of this form (then nothing was added). */
 SIM_API int kvsim_fault_add(const char *specification);
 SIM_API void kvsim_faults_clear(void);
-/* How many faults have not happened yet. */
+/* Returns the number of faults that have not happened yet. */
 SIM_API int kvsim_faults_left(void);
 /* Lets all operations that hang go on: they are done then. */
 SIM_API void kvsim_hangs_end(void);
@@ -118,7 +118,7 @@ typedef enum {
     SIM_MEMORY_REGISTERED, /* aclrtHostRegister: the program's own memory, fd == -1 */
 } sim_memory_kind;
 
-/* What a front end wants to find again; the core does not look at it. */
+/* Data that a front end attaches; the core does not use it. */
 typedef struct {
     void *owner;
     int origin;
@@ -149,9 +149,9 @@ SIM_API sim_memory *sim_find(uint64_t address, uint64_t nbytes);
 /* The same, where the range may go on to the end of the memory's last page. */
 SIM_API sim_memory *sim_find_pages(uint64_t address, uint64_t nbytes);
 SIM_API void sim_memory_release(sim_memory *memory);
-/* Whether any byte of the range lies in reserved space: device memory, living or freed. */
+/* Returns 1 if any byte of the range lies in reserved space: device memory, living or freed. */
 SIM_API int sim_is_device_space(uint64_t address, uint64_t nbytes);
-/* Whether any byte of the range belongs to living memory of any kind. */
+/* Returns 1 if any byte of the range belongs to living memory of any kind. */
 SIM_API int sim_overlaps_memory(uint64_t address, uint64_t nbytes);
 /* Allocation and registration, with ACL codes. */
 SIM_API int sim_memory_allocate(sim_memory_kind kind, int device, uint64_t nbytes, uint64_t *address);
@@ -165,29 +165,29 @@ SIM_API int sim_memory_free(sim_memory_kind kind, uint64_t address);
 SIM_API int sim_memory_attach(int device, uint64_t address, uint64_t nbytes, int fd, uint64_t offset);
 SIM_API void sim_memory_describe(uint64_t address, sim_traits traits);
 SIM_API sim_traits sim_memory_traits(const sim_memory *memory);
-/* Where some memory of the owner begins, and its kind; 0 where there is none. */
+/* Returns the begin of some memory of the owner, and its kind; 0 if the owner has no memory. */
 SIM_API uint64_t sim_memory_owned(const void *owner, sim_memory_kind *kind);
-/* Whether anything but the registry refers to the memory that begins there: queued work does. */
+/* Returns 1 if anything but the registry, such as queued work, refers to the memory at this address. */
 SIM_API int sim_memory_is_used(uint64_t address);
 /* Changes whenever memory is freed or described: what was found before may be gone, or refused. Only a hint
  * for who looks again under the lock. */
 SIM_API uint64_t sim_memory_epoch(void);
 /* mapped: into the device's address space; whole pages, and no byte of it twice. Else only noted. */
 SIM_API int sim_memory_register(int device, uint64_t address, uint64_t nbytes, int mapped);
-/* What HCCL does with host memory that it registers: maps it, unless it has mapped all of it already. Of
- * memory that aclrtHostRegister has mapped the driver refuses that. */
+/* Maps host memory as HCCL does when it registers it, unless HCCL has mapped all of it already. The driver
+ * refuses that for memory that aclrtHostRegister has mapped. */
 SIM_API int sim_host_map(int device, uint64_t address, uint64_t nbytes);
 SIM_API void sim_host_unmap(int device, uint64_t address, uint64_t nbytes);
 /* Gives back what a device holds (its reset). */
 SIM_API void sim_memory_free_device(int device);
 /* Bytes allocated on the device, by this process, or by all where KVSIM_DIR is given. */
 SIM_API uint64_t sim_memory_used(int device);
-/* Where a test can read and write a device or pinned address; NULL for any other. */
+/* Returns a readable and writable view of a device or pinned address; NULL for any other. */
 SIM_API void *kvsim_host_view(uint64_t address);
 
-/* Memory that work uses until that time though its stream was aborted: whoever uses or frees it before is
- * noted as a violation. By `view`, as the same bytes have several addresses. A later call for the same bytes
- * replaces the time. */
+/* Memory that work uses until a time although its stream was aborted. A use or free before that time is a
+ * violation. The key is the `view`, because the same bytes have several addresses; a later call for the
+ * same bytes replaces the time. */
 SIM_API void sim_linger(const void *view, uint64_t nbytes, int64_t until_us);
 SIM_API void sim_linger_check(const void *view, uint64_t nbytes, const char *what);
 SIM_API int kvsim_lingering(void); /* the number of such ranges */
@@ -210,7 +210,7 @@ typedef int (*sim_work)(void *argument, sim_stream *stream);
 SIM_API int sim_stream_find(void *handle, sim_stream **stream);
 SIM_API void sim_stream_release(sim_stream *stream);
 SIM_API int sim_stream_device(const sim_stream *stream);
-/* Of a handle, whichever context is current; NULL where it names no stream. */
+/* Returns the stream of a handle in any context, or NULL. */
 SIM_API void *sim_stream_context(const void *handle);
 /* Queues work that takes latency + nbytes / bandwidth. dispose(argument) is called exactly once: after
  * the work, or instead of it where it is dropped (also where this returns an error: then at once).
@@ -222,7 +222,7 @@ SIM_API int sim_stream_enqueue(sim_stream *stream, const sim_fault *fault, sim_w
 SIM_API int sim_stream_stopped(sim_stream *stream);
 /* On the stream's thread: waits, -1 for ever. Whether an abort ended it early. */
 SIM_API int sim_stream_pause(sim_stream *stream, int64_t microseconds);
-/* How long work on so many bytes takes, by the settings. */
+/* Returns the duration of work on a number of bytes, by the settings. */
 SIM_API int64_t sim_duration_us(uint64_t nbytes);
 /* On the stream's thread: copies in pieces. Whether an abort ended it early. */
 SIM_API int sim_stream_copy(sim_stream *stream, void *target, const void *source, uint64_t nbytes);

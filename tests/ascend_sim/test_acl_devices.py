@@ -1,4 +1,4 @@
-"""Devices: their numbers, attributes, primary contexts and how they are shared."""
+"""Devices: numbers, attributes, primary contexts, and shared use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WRONG_DEVICE, NO_CONTEXT, UNSUPPORTED, PARAM = 107001, 107002, 207000, 107000
 
 
 @pytest.mark.parametrize("device", [-1, 8, 2**31 - 1])
-def test_numbers_of_devices(acl: Acl, device: int) -> None:
+def test_unknown_devices_are_refused(acl: Acl, device: int) -> None:
     assert acl.stored("aclrtGetDeviceCount") == 8
     assert acl.aclrtSetDevice(device) == WRONG_DEVICE
     assert f"device {device}: there are 8" in acl.message()
@@ -32,7 +32,7 @@ def test_visible_devices_have_numbers_of_their_own(monkeypatch: pytest.MonkeyPat
     assert answer == [2, [5, 2], 1, WRONG_DEVICE]
 
 
-def test_attributes_follow_from_the_product() -> None:
+def test_attributes_depend_on_the_product() -> None:
     program = """
         acl.aclInit(None)
         out = ctypes.c_int64(-1)
@@ -48,7 +48,7 @@ def test_attributes_follow_from_the_product() -> None:
 
 
 def test_a_device_is_set_per_thread_and_shared() -> None:
-    # In a process of its own: elsewhere an engine may have set the device, and keep it so.
+    # In a process of its own, because an engine of another test may keep the device set here.
     shared, device, gone, here = in_process("""
         acl.aclInit(None)
         acl.ok("aclrtSetDevice", 0)
@@ -87,7 +87,7 @@ def test_a_device_is_reset_as_often_as_it_was_set() -> None:
     assert codes == [[0, left], [0, {}], WRONG_DEVICE, 0, WRONG_DEVICE]
 
 
-def test_contexts_of_a_program(acl: Acl) -> None:
+def test_a_program_may_create_contexts(acl: Acl) -> None:
     primary = acl.made("aclrtGetCurrentContext")
     context = acl.made("aclrtCreateContext", 1)
     assert acl.stored("aclrtGetDevice") == 1

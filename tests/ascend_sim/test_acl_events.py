@@ -1,4 +1,4 @@
-"""Events: three ways to make them, with rules of their own."""
+"""Events of three kinds, each with rules of its own."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ex(acl: Acl) -> Iterator[int]:
 
 
 def hang(acl: Acl, event: int, stream: int) -> None:
-    """Record the event where it does not happen until the stream is aborted."""
+    """Record the event behind work that hangs until the stream is aborted."""
     acl.fault("aclrtRecordEvent:1=hang")
     acl.ok("aclrtRecordEvent", event, stream)
 
@@ -63,7 +63,9 @@ def test_a_stream_waits_for_another(acl: Acl, event: int, streams: list[int]) ->
     acl.ok("aclrtDestroyEvent", gate)
 
 
-def test_a_wait_is_for_the_latest_record_before_it(acl: Acl, ex: int, streams: list[int]) -> None:
+def test_a_stream_waits_for_the_latest_record_before_the_wait(
+    acl: Acl, ex: int, streams: list[int]
+) -> None:
     acl.ok("aclrtRecordEvent", ex, streams[0])
     acl.ok("aclrtSynchronizeStream", streams[0])
     acl.ok("aclrtStreamWaitEvent", streams[1], ex)
@@ -73,12 +75,14 @@ def test_a_wait_is_for_the_latest_record_before_it(acl: Acl, ex: int, streams: l
     assert acl.aclrtSynchronizeStreamWithTimeout(streams[1], 1) == STREAM_TIMEOUT
 
 
-def test_before_the_first_record(acl: Acl, event: int, streams: list[int]) -> None:
+def test_waits_before_the_first_record_depend_on_the_kind(
+    acl: Acl, event: int, streams: list[int]
+) -> None:
     acl.ok("aclrtSynchronizeEvent", event)
     acl.ok("aclrtStreamWaitEvent", streams[1], event)
     code = acl.aclrtSynchronizeStreamWithTimeout(streams[1], 1)
-    nobody_waits = acl.stored("aclrtQueryEventStatus", event) == 1
-    assert code == (0 if nobody_waits else STREAM_TIMEOUT)
+    is_recorded = acl.stored("aclrtQueryEventStatus", event) == 1
+    assert code == (0 if is_recorded else STREAM_TIMEOUT)
     acl.ok("aclrtRecordEvent", event, streams[0])
     acl.ok("aclrtSynchronizeStream", streams[1])
 
@@ -95,10 +99,11 @@ def test_an_abort_ends_the_wait_for_an_event(acl: Acl, event: int, streams: list
     assert acl.aclrtSynchronizeStreamWithTimeout(streams[1], 1) == STREAM_TIMEOUT
     acl.ok("aclrtStreamAbort", streams[1])
     acl.ok("aclrtSynchronizeStream", streams[1])
-    assert acl.aclrtSynchronizeStreamWithTimeout(streams[0], 1) == STREAM_TIMEOUT  # it goes on
+    # The record itself still hangs.
+    assert acl.aclrtSynchronizeStreamWithTimeout(streams[0], 1) == STREAM_TIMEOUT
 
 
-def test_events_that_cannot_be_waited_for(acl: Acl, streams: list[int]) -> None:
+def test_events_for_time_cannot_be_waited_for(acl: Acl, streams: list[int]) -> None:
     made = acl.made("aclrtCreateEventExWithFlag", TIME)
     assert acl.aclrtStreamWaitEvent(streams[0], made) == UNSUPPORTED
     acl.ok("aclrtDestroyEvent", made)
@@ -124,7 +129,7 @@ def test_only_flagged_events_are_reset(acl: Acl, streams: list[int]) -> None:
         acl.ok("aclrtDestroyEvent", event)
 
 
-def test_handles(acl: Acl, streams: list[int]) -> None:
+def test_destroyed_events_are_refused(acl: Acl, streams: list[int]) -> None:
     event = acl.made("aclrtCreateEvent")
     acl.ok("aclrtDestroyEvent", event)
     assert acl.aclrtDestroyEvent(event) == HANDLE
@@ -145,7 +150,7 @@ def test_an_event_may_be_destroyed_while_a_stream_waits(acl: Acl, streams: list[
     assert acl.aclrtRecordEvent(event, streams[0]) == HANDLE
 
 
-def test_time_between_events(acl: Acl, streams: list[int]) -> None:
+def test_time_between_events_is_measured(acl: Acl, streams: list[int]) -> None:
     start, end = (acl.made("aclrtCreateEvent") for _ in range(2))
     elapsed = ctypes.c_float(-1)
     assert acl.aclrtEventElapsedTime(ctypes.byref(elapsed), start, end) == PARAM

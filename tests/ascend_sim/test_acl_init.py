@@ -1,4 +1,4 @@
-"""Beginning and end, messages, the log and what is left."""
+"""Initialization, messages, the log and reports of leaks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.ascend_sim.acl_library import DEFAULT, Acl, in_process, in_thread
 NOT_INITIALIZED, REPEATED, FINISHED, NO_CONTEXT = 100001, 100002, 100037, 107002
 
 
-def test_order_of_init_and_finalize() -> None:
+def test_init_and_finalize_alternate() -> None:
     codes = in_process("""
         out = ctypes.c_void_p()
         answer([
@@ -25,18 +25,18 @@ def test_order_of_init_and_finalize() -> None:
     assert codes == [missing, missing, 0, REPEATED, 0, 0, FINISHED, missing, 0]
 
 
-def test_version_and_product() -> None:
+def test_version_and_product_are_those_of_the_variant() -> None:
     program = """
         acl.aclInit(None)
         numbers = [ctypes.c_int32() for _ in range(3)]
         acl.ok("aclrtGetVersion", *map(ctypes.byref, numbers))
-        answer([[it.value for it in numbers], acl.aclrtGetSocName().decode()])
+        answer([[number.value for number in numbers], acl.aclrtGetSocName().decode()])
     """
     assert in_process(program, "8.1") == [[1, 13, 0], "Ascend910B1"]
     assert in_process(program, soc="Ascend910_9391") == [[1, 16, 0], "Ascend910_9391"]
 
 
-def test_a_wrong_setting_ends_the_program() -> None:
+def test_an_invalid_setting_ends_the_program() -> None:
     code, text = in_process("", soc="H100")
     assert code < 0
     assert "KVSIM_SOC=H100 is not a value that the simulator knows" in text
@@ -50,7 +50,7 @@ def test_messages_are_per_thread_and_taken_once(acl: Acl) -> None:
     assert acl.message() == ""
 
 
-def test_everything_needs_a_context(acl: Acl) -> None:
+def test_calls_without_a_context_are_refused(acl: Acl) -> None:
     memory = acl.made("aclrtMalloc", 8, 0)
     out = ctypes.byref(ctypes.c_void_p())
     calls: list[tuple[Any, ...]] = [
@@ -72,7 +72,7 @@ def test_everything_needs_a_context(acl: Acl) -> None:
     acl.ok("aclrtFree", memory)
 
 
-def test_the_log_has_every_call_and_what_is_left(tmp_path: Path) -> None:
+def test_the_log_has_every_call_and_all_leaks(tmp_path: Path) -> None:
     log = tmp_path / "log"
     in_process(
         """
@@ -98,7 +98,7 @@ def test_the_log_has_every_call_and_what_is_left(tmp_path: Path) -> None:
     ]
 
 
-def test_nothing_works_in_a_forked_child_and_nothing_hangs() -> None:
+def test_calls_in_a_forked_child_fail_without_hanging() -> None:
     answer = in_process("""
         acl.aclInit(None)
         acl.aclrtSetDevice(0)

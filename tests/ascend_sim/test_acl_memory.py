@@ -1,4 +1,4 @@
-"""Memory of devices and of the host: limits, frees, which accesses are allowed."""
+"""Memory of devices and of the host: limits, frees, and allowed accesses."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PAGE = 4096
 
 
 def pages(count: int) -> tuple[int, mmap.mmap]:
-    """Return the address of memory at the beginning of a page, and its owner."""
+    """Return the address of page-aligned memory, and its owner."""
     owner = mmap.mmap(-1, count * PAGE)
     return ctypes.addressof(ctypes.c_char.from_buffer(owner)), owner
 
 
-def test_sizes_and_policies(acl: Acl) -> None:
+def test_invalid_sizes_and_policies_are_refused(acl: Acl) -> None:
     out = ctypes.byref(ctypes.c_void_p())
     assert acl.aclrtMalloc(out, 0, 0) == INVALID
     assert acl.aclrtMalloc(None, 1, 0) == INVALID
@@ -42,7 +42,7 @@ def test_sizes_and_policies(acl: Acl) -> None:
     acl.ok("aclrtFree", large)
 
 
-def test_what_is_freed_is_gone_and_its_address_does_not_return(acl: Acl) -> None:
+def test_freed_memory_is_gone_and_its_address_is_not_reused(acl: Acl) -> None:
     seen = set()
     for _ in range(20):
         memory = acl.made("aclrtMalloc", PAGE, 0)
@@ -89,7 +89,7 @@ def test_views_outlive_the_memory(acl: Acl) -> None:
     assert acl.core.kvsim_host_view(memory) is None
 
 
-def test_memory_of_a_device_ends(tmp_path: Path) -> None:
+def test_device_memory_is_limited(tmp_path: Path) -> None:
     answer = in_process(
         """
         acl.aclInit(None)
@@ -134,7 +134,7 @@ def test_processes_share_the_memory_of_a_device(tmp_path: Path) -> None:
     assert in_process(program, **settings) == [[NO_MEMORY, 0], 0]
 
 
-def test_pointers_know_where_they_are(acl: Acl) -> None:
+def test_the_location_of_a_pointer_is_known(acl: Acl) -> None:
     address, owner = pages(2)
     with acl.on_device(3):
         device, host = acl.made("aclrtMalloc", 64, 0), acl.made("aclrtMallocHost", 64)
@@ -151,7 +151,7 @@ def test_pointers_know_where_they_are(acl: Acl) -> None:
     del owner
 
 
-def test_before_85_pageable_memory_has_no_name() -> None:
+def test_before_85_pageable_memory_is_host_memory() -> None:
     answer = in_process(
         """
         acl.aclInit(None)
@@ -163,7 +163,7 @@ def test_before_85_pageable_memory_has_no_name() -> None:
     assert answer == [HOST, 0]
 
 
-def test_registration_of_host_memory(acl: Acl) -> None:
+def test_host_memory_is_registered_in_whole_pages_once(acl: Acl) -> None:
     address, owner = pages(4)
     pinned, device = acl.made("aclrtMallocHost", PAGE), acl.made("aclrtMalloc", PAGE, 0)
     register = acl.aclrtHostRegisterV2

@@ -1,4 +1,4 @@
-"""Streams: order, waiting, aborts, handles."""
+"""Streams: order, waits, aborts and handles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def memory(acl: Acl) -> Iterator[int]:
 
 @pytest.fixture
 def gate(acl: Acl) -> Iterator[int]:
-    """An event that holds a stream back until it is recorded in another."""
+    """An event that blocks a stream until the event is recorded in another."""
     made = acl.made("aclrtCreateEvent")
     yield made
     acl.ok("aclrtDestroyEvent", made)
@@ -42,7 +42,7 @@ def open_gate(acl: Acl, gate: int) -> None:
     acl.ok("aclrtSynchronizeStream", None)
 
 
-def test_first_in_first_out_and_not_before(acl: Acl, stream: int, memory: int, gate: int) -> None:
+def test_work_runs_in_order_after_its_gate(acl: Acl, stream: int, memory: int, gate: int) -> None:
     acl.ok("aclrtMemset", memory, N, 0, N)
     acl.ok("aclrtStreamWaitEvent", stream, gate)
     for value in range(1, 100):
@@ -57,12 +57,12 @@ def test_first_in_first_out_and_not_before(acl: Acl, stream: int, memory: int, g
 
 
 @pytest.mark.parametrize("timeout", [0, -2])
-def test_timeouts(acl: Acl, stream: int, timeout: int) -> None:
+def test_waits_for_a_stream_time_out(acl: Acl, stream: int, timeout: int) -> None:
     assert acl.aclrtSynchronizeStreamWithTimeout(stream, timeout) == PARAM
     acl.ok("aclrtSynchronizeStreamWithTimeout", stream, -1)
 
 
-def test_an_abort_drops_all_and_ends_every_wait(acl: Acl, stream: int, memory: int) -> None:
+def test_an_abort_drops_queued_work_and_ends_all_waits(acl: Acl, stream: int, memory: int) -> None:
     acl.ok("aclrtMemset", memory, N, 1, N)
     acl.fault("aclrtMemsetAsync:1=hang")
     for value in (2, 3):
@@ -76,7 +76,8 @@ def test_an_abort_drops_all_and_ends_every_wait(acl: Acl, stream: int, memory: i
 
     waiter = Thread(target=wait)
     waiter.start()
-    while not codes and waiter.is_alive():  # until it waits, an abort tells it nothing
+    # An abort has no effect on a thread that does not wait yet.
+    while not codes and waiter.is_alive():
         acl.fault("aclrtMemsetAsync:1=hang")
         acl.ok("aclrtMemsetAsync", memory, N, 4, N, stream)
         waiter.join(0.01)
@@ -90,7 +91,7 @@ def test_an_abort_drops_all_and_ends_every_wait(acl: Acl, stream: int, memory: i
     assert bytes(acl.view(memory, N)) == b"\5" * N
 
 
-def test_handles(acl: Acl) -> None:
+def test_destroyed_streams_are_refused(acl: Acl) -> None:
     stream = acl.made("aclrtCreateStream")
     acl.ok("aclrtDestroyStream", stream)
     for name, arguments in (
@@ -122,7 +123,7 @@ def test_a_stream_is_used_in_its_context(acl: Acl, stream: int, memory: int) -> 
     assert in_thread(elsewhere) == [OTHER_CONTEXT] * 3
 
 
-def test_the_default_stream(acl: Acl, memory: int) -> None:
+def test_the_default_stream_belongs_to_the_context(acl: Acl, memory: int) -> None:
     before = acl.leaks().get("streams")
     acl.ok("aclrtMemsetAsync", memory, N, 7, N, None)
     acl.ok("aclrtSynchronizeStream", None)
@@ -146,7 +147,7 @@ def test_destroying_waits_unless_forced(acl: Acl, memory: int) -> None:
 
 @pytest.fixture
 def own_context(acl: Acl) -> Iterator[int]:
-    """Current in this thread: one that stops on failure does so for good."""
+    """A context that is current in this thread; after a failure, it stays in its failed state."""
     made = acl.made("aclrtCreateContext", 0)
     yield made
     acl.ok("aclrtDestroyContext", made)
@@ -155,7 +156,9 @@ def own_context(acl: Acl) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("stops", [0, 1])
-def test_after_an_error(acl: Acl, own_context: int, stream: int, memory: int, stops: int) -> None:
+def test_a_failed_stream_depends_on_its_mode(
+    acl: Acl, own_context: int, stream: int, memory: int, stops: int
+) -> None:
     acl.ok("aclrtSetStreamFailureMode", stream, stops)
     assert acl.aclrtSetStreamFailureMode(stream, stops) == PARAM
     acl.ok("aclrtMemset", memory, N, 1, N)
@@ -170,7 +173,7 @@ def test_after_an_error(acl: Acl, own_context: int, stream: int, memory: int, st
     acl.aclrtSynchronizeStream(stream)
 
 
-def test_waiting_for_the_device_is_waiting_for_its_streams(
+def test_synchronizing_a_device_waits_for_its_streams(
     acl: Acl, stream: int, memory: int, gate: int
 ) -> None:
     acl.ok("aclrtStreamWaitEvent", stream, gate)
@@ -181,7 +184,7 @@ def test_waiting_for_the_device_is_waiting_for_its_streams(
     assert bytes(acl.view(memory, N)) == b"\6" * N
 
 
-def test_functions_of_the_host(acl: Acl, stream: int) -> None:
+def test_functions_of_the_host_run_in_order(acl: Acl, stream: int) -> None:
     called = []
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(called.append)
     for value in (1, 2):
@@ -198,6 +201,6 @@ def test_large_copies_can_be_aborted(acl: Acl, stream: int) -> None:
     acl.ok("aclrtStreamAbort", stream)
     acl.ok("aclrtSynchronizeStream", stream)
     acl.ok("aclrtMemset", device, n, ord("\t"), n)
-    assert bytes(acl.view(device, n)) == b"\t" * n  # no copy goes on
+    assert bytes(acl.view(device, n)) == b"\t" * n  # no copy still runs
     acl.ok("aclrtFree", device)
     acl.ok("aclrtFreeHost", host)

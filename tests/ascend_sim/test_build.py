@@ -1,4 +1,4 @@
-"""The variants: which libraries, which symbols, which version."""
+"""The variants: their libraries, symbols and version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.ascend_sim.acl_library import ROOT, in_process
 from tests.ascend_sim.build import VARIANTS, build
 
-YOUNGER = [  # first seen in 8.5
+YOUNGER = [  # first contained in 8.5
     "aclrtHostRegisterV2",
     "aclrtGetDeviceInfo",
     "aclrtGetPhyDevIdByLogicDevId",
@@ -29,7 +29,7 @@ LIBRARIES["9.0"] = LIBRARIES["9.1"] = LIBRARIES["8.5"] | {"libcann_hixl.so"}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_libraries_and_version(variant: str) -> None:
+def test_a_variant_has_its_libraries_and_version(variant: str) -> None:
     home = build(variant)
     found = {path.name for path in (home / "lib64").iterdir()}
     assert found == LIBRARIES[variant] | {"libkvsim_core.so"}
@@ -38,7 +38,7 @@ def test_libraries_and_version(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_symbols_of_the_version(variant: str) -> None:
+def test_a_variant_has_the_symbols_of_its_version(variant: str) -> None:
     old = ["aclrtMemcpyAsync", "aclrtPointerGetAttributes", "aclrtStreamAbort"]
     second = ["aclrtMemcpyBatchV2", "aclrtMemcpyBatchAsyncV2"]
     names = [*YOUNGER, *second, *old]
@@ -47,7 +47,7 @@ def test_symbols_of_the_version(variant: str) -> None:
     assert found == expected.get(variant, [*YOUNGER, *old])
 
 
-def test_nothing_but_the_interface_is_exported() -> None:
+def test_only_the_interface_is_exported() -> None:
     listing = subprocess.run(
         ["nm", "-D", "--defined-only", str(build() / "lib64" / "libacl_rt.so")],
         capture_output=True,
@@ -56,11 +56,11 @@ def test_nothing_but_the_interface_is_exported() -> None:
     )
     names = [line.split()[-1] for line in listing.stdout.splitlines()]
     assert names
-    # ACL's own, and what the runtime below it has for versions in which ACL lacks it.
+    # ACL's own names, and names of the runtime below it in versions whose ACL lacks them.
     assert all(name.startswith(("acl", "rt")) for name in names)
 
 
-def test_a_second_build_does_nothing() -> None:
+def test_a_second_build_changes_nothing() -> None:
     library = build() / "lib64" / "libacl_rt.so"
     before = library.stat().st_mtime_ns
     again = subprocess.run(
@@ -74,6 +74,6 @@ def test_a_second_build_does_nothing() -> None:
     assert library.stat().st_mtime_ns == before
 
 
-def test_unknown_variant() -> None:
+def test_an_unknown_variant_is_refused() -> None:
     with pytest.raises(ValueError, match=r"variant='9': known are 8\.1, 8\.5, "):
         build("9")

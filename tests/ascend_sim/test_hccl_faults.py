@@ -1,4 +1,4 @@
-"""The simulated HCCL: faults that a test orders, and an end that goes away."""
+"""The simulated HCCL: injected faults, and the death of one end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def synchronize(ends: Ends, timeout_ms: int = 5000) -> int:
 
 
 def arrived(ends: Ends, count: int) -> int:
-    """How many bytes of a put of `count` are there."""
+    """Return the number of bytes of a put of `count` that have arrived."""
     fresh = b"\xa5"
     return count - ends[1].read(ends.memory[1], count).count(fresh)
 
@@ -42,7 +42,7 @@ def connect(ends: Ends) -> None:
     ends[0].write(ends.memory[0], b"x" * 256)
 
 
-def test_code_of_any_call(ends: Ends) -> None:
+def test_any_call_may_return_a_code(ends: Ends) -> None:
     ends[0].fault("HcclCommInitClusterInfoMemConfig:1=24")
     assert ends[0].init(None, 0, None) == (OOM, 0)
     ends.init()
@@ -57,21 +57,21 @@ def test_code_of_any_call(ends: Ends) -> None:
     assert ends[0].async_error(ends.comms[0])[0] == INTERNAL
 
 
-def test_prepare_hangs(ends: Ends) -> None:
+def test_prepare_may_hang(ends: Ends) -> None:
     ends.init()
     ends[0].setting("connect_timeout_ms", "20")
     ends[0].fault("HcclCommPrepare:1=hang")
     assert ends[0].prepare(ends.comms[0], 0) == TIMEOUT
 
 
-def test_transfer_code(ends: Ends) -> None:
+def test_a_transfer_may_be_refused(ends: Ends) -> None:
     connect(ends)
     ends[0].fault("HcclBatchPut:2=4")
     assert [put(ends, 8), put(ends, 8)] == [0, INTERNAL]
     assert synchronize(ends) == 0
 
 
-def test_transfer_fails_at_synchronization(ends: Ends) -> None:
+def test_a_transfer_may_fail_at_synchronization(ends: Ends) -> None:
     connect(ends)
     ends[0].fault("HcclBatchPut:1=sync:507010")
     assert put(ends, 8) == 0
@@ -83,14 +83,14 @@ def test_transfer_fails_at_synchronization(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize(("code", "shown"), [(INTERNAL, (INTERNAL, 0)), (507013, (0, 507013))])
-def test_half_of_a_transfer(ends: Ends, code: int, shown: tuple[int, int]) -> None:
+def test_half_of_a_transfer_may_arrive(ends: Ends, code: int, shown: tuple[int, int]) -> None:
     connect(ends)
     ends[0].fault(f"HcclBatchPut:1=partial:{code}")
     assert (put(ends, 8), synchronize(ends)) == shown
     assert arrived(ends, 8) == 4
 
 
-def test_transfer_hangs_until_it_is_aborted(ends: Ends) -> None:
+def test_a_transfer_may_hang_until_it_is_aborted(ends: Ends) -> None:
     connect(ends)
     ends[0].fault("HcclBatchPut:1=hang")
     assert put(ends, 8) == 0
@@ -103,7 +103,7 @@ def test_transfer_hangs_until_it_is_aborted(ends: Ends) -> None:
     assert arrived(ends, 8) == 0
 
 
-def test_destroyed_at_the_other_end(ends: Ends) -> None:
+def test_a_transfer_to_a_destroyed_communicator_fails(ends: Ends) -> None:
     connect(ends)
     assert ends[1].unbind(ends.comms[1], ends.handles[1]) == 0
     assert ends[1].destroy(ends.comms[1]) == 0
@@ -113,7 +113,7 @@ def test_destroyed_at_the_other_end(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("kind", [DEVICE, REGISTERED])
-def test_other_end_killed(ends: Ends, kind: int) -> None:
+def test_a_transfer_to_a_killed_end_fails(ends: Ends, kind: int) -> None:
     ends.connect(kind=kind)
     ends[1].peer.kill()
     assert ends[0].async_error(ends.comms[0]) == (0, 0)
@@ -124,7 +124,7 @@ def test_other_end_killed(ends: Ends, kind: int) -> None:
     assert ends[0].destroy(ends.comms[0]) == 0
 
 
-def test_code_of_a_dead_end(ends: Ends) -> None:
+def test_the_code_for_a_dead_end_is_a_setting(ends: Ends) -> None:
     connect(ends)
     ends[0].setting("remote_code", "507899")
     ends[1].peer.kill()
@@ -132,8 +132,8 @@ def test_code_of_a_dead_end(ends: Ends) -> None:
     assert synchronize(ends) == 507899
 
 
-def test_other_end_killed_in_mid_transfer(ends: Ends) -> None:
-    """The stream is slow: the second batch begins after the end was killed."""
+def test_a_transfer_whose_other_end_is_killed_fails(ends: Ends) -> None:
+    """The stream is slow, so the second batch begins after the end was killed."""
     connect(ends)
     ends[0].setting("latency_us", "100000")
     asked = (ends.comms[0], 1, [(ends.memory[0], ends.memory[1], 1)], ends.streams[0])
@@ -141,7 +141,7 @@ def test_other_end_killed_in_mid_transfer(ends: Ends) -> None:
     assert synchronize(ends) == REMOTE_GONE
 
 
-def test_dead_end_hangs_until_it_is_aborted(ends: Ends) -> None:
+def test_a_transfer_to_a_dead_end_may_hang_until_it_is_aborted(ends: Ends) -> None:
     connect(ends)
     ends[0].setting("retry_us", "60000000")
     ends[1].peer.kill()

@@ -1,4 +1,4 @@
-"""The simulated HCCL: what makes a communicator, and what does not."""
+"""The simulated HCCL: arguments that make a communicator, and refused ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def server(name: str, *devices: dict[str, str]) -> dict[str, Any]:
 
 
 def super_pod_table(pods: list[tuple[str, list[str]]] | None = None, **changes: Any) -> str:
-    """Of version 1.2: two servers of one super pod."""
+    """Return a table of version 1.2: two servers of one super pod."""
     servers = [
         server("a", device("0", "0", super_device_id="10")),
         server("b", device("1", "1", super_device_id="11")),
@@ -54,7 +54,7 @@ def no_address(rank: str, **more: str) -> dict[str, str]:
     return {key: value for key, value in device(rank, rank, **more).items() if key != "device_ip"}
 
 
-def test_makes_and_destroys(end: Remote) -> None:
+def test_a_communicator_is_made_and_destroyed(end: Remote) -> None:
     code, comm = end.init(table(), 0, config("c"))
     assert (code, end.destroy(comm), end.destroy(comm)) == (0, 0, PARA)
 
@@ -75,7 +75,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("text", GOOD.values(), ids=GOOD)
-def test_takes_rank_table(end: Remote, text: str) -> None:
+def test_valid_rank_tables_are_accepted(end: Remote, text: str) -> None:
     code, comm = end.init(text, 0, config("table"))
     assert code == 0
     assert end.destroy(comm) == 0
@@ -121,7 +121,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD)
-def test_refuses_rank_table(end: Remote, text: str) -> None:
+def test_invalid_rank_tables_are_refused(end: Remote, text: str) -> None:
     assert end.init(text, 0, config("table")) == (PARA, 0)
 
 
@@ -136,7 +136,7 @@ BAD_PODS = {
 }
 
 
-def test_super_pods(log: Path) -> None:
+def test_tables_of_super_pods_are_checked(log: Path) -> None:
     end = start({"KVSIM_SOC": "Ascend910_9391", "KVSIM_DIR": str(log.parent)}, "8.5", 0)
     good = {
         "one pod": super_pod_table(),
@@ -170,16 +170,16 @@ BAD_RECORDS = {
 
 
 @pytest.mark.parametrize("record", BAD_RECORDS.values(), ids=BAD_RECORDS)
-def test_refuses_record(end: Remote, record: bytes) -> None:
+def test_invalid_records_are_refused(end: Remote, record: bytes) -> None:
     assert end.init(table(), 0, record) == (PARA, 0)
 
 
-def test_takes_a_long_name_and_quality_of_service(end: Remote) -> None:
+def test_a_long_name_and_quality_of_service_are_accepted(end: Remote) -> None:
     code, comm = end.init(table(), 0, config("x" * 127, traffic_class=132, service_level=7))
     assert (code, end.destroy(comm)) == (0, 0)
 
 
-def test_refuses_arguments(end: Remote) -> None:
+def test_invalid_arguments_are_refused(end: Remote) -> None:
     assert end.init(None, 0, config("c")) == (PTR, 0)
     assert end.init(table(), 0, None) == (PTR, 0)
     assert end.init(table(), 2, config("c")) == (PARA, 0)
@@ -198,7 +198,7 @@ def test_name_is_unique_on_a_device(end: Remote) -> None:
     assert (code, end.destroy(comm)) == (0, 0)
 
 
-def test_finds_concurrent_init(end: Remote, log: Path) -> None:
+def test_concurrent_initializations_are_refused(end: Remote, log: Path) -> None:
     end.setting("init_us", "100000")
     codes = end.init_together(table(), 0, ["first", "second"])
     end.setting("init_us", "0")
@@ -214,13 +214,13 @@ def test_logs_calls_with_their_reason(end: Remote, log: Path) -> None:
     assert line["reason"] == "rank table: 'version' is '3'; it must be '1.0' or '1.2'"
 
 
-def test_error_texts(end: Remote) -> None:
+def test_codes_have_texts(end: Remote) -> None:
     assert end.error_text(PARA) == "parameter error"
     assert end.error_text(25) == "unknown error"
 
 
 @pytest.mark.parametrize("variant", ["8.1", "hccl-only"])
-def test_variants_without_libhcomm(tmp_path: Path, variant: str) -> None:
+def test_variants_without_libhcomm_have_the_same_calls(tmp_path: Path, variant: str) -> None:
     end = start({"KVSIM_DIR": str(tmp_path)}, variant, 0)
     code, comm = end.init(table(), 0, config("c"))
     assert (code, end.destroy(comm)) == (0, 0)

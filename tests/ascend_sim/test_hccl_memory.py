@@ -28,11 +28,11 @@ def ends(tmp_path: Path) -> Iterator[Ends]:
         yield made
 
 
-def test_registers_once(end: Remote) -> None:
+def test_overlapping_registrations_are_refused(end: Remote) -> None:
     address = end.allocate(NBYTES)
     code, handle = end.register(address, NBYTES)
     assert code == 0
-    assert end.register(address, NBYTES) == (0, handle)  # the same again
+    assert end.register(address, NBYTES) == (0, handle)  # registering the same range again
     assert end.register(address, NBYTES // 2)[0] == PARA
     assert end.register(address + 4096, NBYTES)[0] == PARA
     assert end.register(address, 0)[0] == PARA
@@ -50,7 +50,7 @@ def test_registration_belongs_to_a_device(end: Remote) -> None:
     assert (code, end.deregister(handle)) == (0, 0)
 
 
-def test_bound_memory_stays(end: Remote) -> None:
+def test_bound_memory_cannot_be_deregistered(end: Remote) -> None:
     _, comm = end.init(table(), 0, config("c"))
     _, handle = end.register(end.allocate(NBYTES), NBYTES)
     assert end.bind(comm, 1234) == PARA
@@ -65,7 +65,7 @@ def test_bound_memory_stays(end: Remote) -> None:
     assert end.destroy(comm) == 0
 
 
-def test_thread_needs_the_device(end: Remote) -> None:
+def test_a_thread_needs_the_device_of_the_communicator(end: Remote) -> None:
     _, comm = end.init(table(), 0, config("c"))
     _, handle = end.register(end.allocate(NBYTES), NBYTES)
     end.use(1)
@@ -80,26 +80,26 @@ def test_prepare_checks_arguments(end: Remote) -> None:
     assert end.prepare(0, 1) == PTR
 
 
-def test_prepare_waits_for_the_other(end: Remote) -> None:
+def test_prepare_without_the_other_end_times_out(end: Remote) -> None:
     end.setting("connect_timeout_ms", "50")
     _, comm = end.init(table(), 0, config("c"))
     assert end.prepare(comm, 0) == TIMEOUT
-    assert end.prepare(comm, 0) == TIMEOUT  # and it can be tried again
+    assert end.prepare(comm, 0) == TIMEOUT  # and prepare can be repeated
 
 
-def test_prepare_after_a_timeout(ends: Ends) -> None:
+def test_prepare_succeeds_after_a_timeout(ends: Ends) -> None:
     ends.init()
     ends.bind()
     for rank in (0, 1):
         ends[rank].setting("connect_timeout_ms", "30")
         assert ends[rank].prepare(ends.comms[rank], 0) == TIMEOUT
     assert ends.prepare() == [0, 0]
-    assert ends.prepare() == [0, 0]  # nothing happens
+    assert ends.prepare() == [0, 0]  # without any effect
     line = ends.log("HcclCommPrepare")[-1]
     assert (line["name"], line["local_regions"], line["remote_regions"]) == (ends.name, 1, 1)
 
 
-def test_bind_comes_before_prepare(ends: Ends) -> None:
+def test_memory_cannot_be_bound_after_prepare(ends: Ends) -> None:
     ends.connect()
     _, handle = ends[0].register(ends[0].allocate(NBYTES), NBYTES)
     assert ends[0].bind(ends.comms[0], handle) == PARA
@@ -107,7 +107,7 @@ def test_bind_comes_before_prepare(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("kind", [DEVICE, PINNED, REGISTERED])
-def test_prepare_takes_memory(ends: Ends, kind: int) -> None:
+def test_prepare_exchanges_memory_of_each_kind(ends: Ends, kind: int) -> None:
     ends.connect(kind=kind)
     lines = ends.log("HcclCommPrepare")[-2:]
     assert [(line["name"], line["local_regions"], line["remote_regions"]) for line in lines] == [
@@ -127,8 +127,8 @@ def test_prepare_maps_whole_pages_of_the_host_once(ends: Ends) -> None:
         assert ends[0].deregister(handle) == 0
 
 
-def test_prepare_looks_at_memory(ends: Ends) -> None:
-    """The kind of memory is not looked at before."""
+def test_prepare_checks_the_kind_of_memory(ends: Ends) -> None:
+    """Earlier calls do not check the kind of memory."""
     ends.init()
     device, host = (ends[0].allocate(NBYTES, kind) for kind in (DEVICE, PINNED))
     other = ends[0].allocate(NBYTES, DEVICE, 3)
@@ -148,17 +148,17 @@ def test_rank_tables_must_be_the_same(ends: Ends) -> None:
         end.init(text, rank, config("c"))[1]
         for rank, (end, text) in enumerate(zip(ends.both, (table(), spaced), strict=True))
     ]
-    assert ends.at_once("prepare", *((comm, 5) for comm in comms)) == [PARA, PARA]
+    assert ends.call_both("prepare", *((comm, 5) for comm in comms)) == [PARA, PARA]
 
 
-def test_other_end_dies_before_prepare(ends: Ends) -> None:
+def test_prepare_times_out_if_the_other_end_is_dead(ends: Ends) -> None:
     ends.init()
     ends[1].peer.kill()
     ends[0].setting("connect_timeout_ms", "50")
     assert ends[0].prepare(ends.comms[0], 0) == TIMEOUT
 
 
-def test_two_ends_in_one_process(tmp_path: Path) -> None:
+def test_both_ends_may_be_in_one_process(tmp_path: Path) -> None:
     end = start({"KVSIM_DIR": str(tmp_path)}, "8.5", 0)
     made = []
     for device in range(2):
@@ -178,7 +178,7 @@ def test_two_ends_in_one_process(tmp_path: Path) -> None:
     end.peer.finish()
 
 
-def test_remap(ends: Ends) -> None:
+def test_remap_needs_registered_ranges_of_a_communicator(ends: Ends) -> None:
     ends.connect()
     inside = [(ends.memory[0], NBYTES)]
     assert ends[0].remap([ends.comms[0]], inside) == 0
@@ -188,7 +188,7 @@ def test_remap(ends: Ends) -> None:
     assert ends[0].remap([1], inside) == PARA
 
 
-def test_nothing_is_left(ends: Ends) -> None:
+def test_destroyed_objects_leave_nothing_behind(ends: Ends) -> None:
     ends.connect()
     left = json.loads(ends[0].leaks())
     assert (left["regions"], left["comms"]) == (1, 1)
@@ -202,7 +202,7 @@ def test_nothing_is_left(ends: Ends) -> None:
     assert not ends.log("violation")
 
 
-def test_memory_freed_while_registered(ends: Ends) -> None:
+def test_freeing_registered_memory_is_a_violation(ends: Ends) -> None:
     ends.connect()
     assert ends[0].free(ends.memory[0]) == 0
     ends[0].unbind(ends.comms[0], ends.handles[0])

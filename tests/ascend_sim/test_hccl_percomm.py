@@ -1,4 +1,4 @@
-"""The simulated HCCL: memory registered for one communicator, the only way of Ascend 950."""
+"""The simulated HCCL: memory registered for one communicator, the only kind on Ascend 950."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def register(ends: Ends, rank: int, nbytes: int = NBYTES) -> bytes:
 
 
 def connect(ends: Ends) -> list[bytes]:
-    """The descriptors of rank 0 and 1, each enabled at the other."""
+    """Connect both ranks; return their descriptors, each enabled at the other end."""
     ends.init()
     descs = [register(ends, rank) for rank in (0, 1)]
     asked = [(ends.comms[rank], 1 - rank, [descs[rank]]) for rank in (0, 1)]
-    assert ends.at_once("exchange", *asked) == [(0, [descs[1]]), (0, [descs[0]])]
+    assert ends.call_both("exchange", *asked) == [(0, [descs[1]]), (0, [descs[0]])]
     for rank in (0, 1):
         found = ends[rank].enable(ends.comms[rank], descs[1 - rank])
         assert found == (0, ends.memory[1 - rank], NBYTES)
@@ -47,7 +47,7 @@ def transfer(ends: Ends, direction: str, count: int = 1) -> int:
     return code
 
 
-def test_transfers(ends: Ends) -> None:
+def test_bytes_are_put_and_got(ends: Ends) -> None:
     connect(ends)
     ends[0].write(ends.memory[0], b"hello")
     assert transfer(ends, "put", 5) == 0
@@ -55,12 +55,12 @@ def test_transfers(ends: Ends) -> None:
     assert ends[1].read(ends.memory[1], 5) == b"hello"
 
 
-def test_limit_of_a_batch(ends: Ends) -> None:
+def test_the_size_of_a_batch_is_limited(ends: Ends) -> None:
     connect(ends)
     assert [transfer(ends, "get", 64), transfer(ends, "get", 65)] == [0, PARA]
 
 
-def test_global_set_is_not_there(ends: Ends) -> None:
+def test_global_registration_is_refused(ends: Ends) -> None:
     ends.init()
     assert ends[0].register(ends[0].allocate(NBYTES), NBYTES)[0] == NOT_SUPPORT
     assert ends[0].deregister(1) == NOT_SUPPORT
@@ -70,15 +70,15 @@ def test_global_set_is_not_there(ends: Ends) -> None:
     assert ends[0].remap([ends.comms[0]], [(4096, 4096)]) == NOT_SUPPORT
 
 
-def test_registration(ends: Ends) -> None:
+def test_registrations_are_counted(ends: Ends) -> None:
     ends.init()
     comm = ends.comms[0]
     address = ends[0].allocate(NBYTES)
     code, desc = ends[0].register_for(comm, 1, address, NBYTES)
     assert code == 0
-    assert ends[0].register_for(comm, 1, address, NBYTES) == (0, desc)  # counted
+    assert ends[0].register_for(comm, 1, address, NBYTES) == (0, desc)  # a second reference
     assert ends[0].register_for(comm, 1, address, NBYTES // 2)[0] == INTERNAL
-    assert ends[0].register_for(comm, 0, address, NBYTES)[0] == PARA  # itself
+    assert ends[0].register_for(comm, 0, address, NBYTES)[0] == PARA  # its own rank
     assert ends[0].register_for(comm, 1, address, 0)[0] == PARA
     assert ends[0].register_for(comm, 1, 0, NBYTES)[0] == PTR
     assert ends[0].register_for(comm, 1, 12345678, 4096)[0] == RUNTIME
@@ -88,7 +88,7 @@ def test_registration(ends: Ends) -> None:
     assert json.loads(ends[0].leaks())["regions"] == 0
 
 
-def test_exchange_waits_for_the_other(ends: Ends) -> None:
+def test_exchange_without_the_other_end_times_out(ends: Ends) -> None:
     ends.init()
     ends[0].setting("connect_timeout_ms", "30")
     assert ends[0].exchange(ends.comms[0], 1, [], 8, 0) == (TIMEOUT, [])
@@ -96,18 +96,18 @@ def test_exchange_waits_for_the_other(ends: Ends) -> None:
     assert ends[0].exchange(ends.comms[0], 1, [], 8, -2)[0] == PARA
 
 
-def test_exchange_needs_room(ends: Ends) -> None:
+def test_exchange_needs_room_for_all_descriptors(ends: Ends) -> None:
     ends.init()
     descs = [register(ends, 1) for _ in range(2)]
     asked = [(ends.comms[0], 1, [], 1), (ends.comms[1], 0, descs, 1)]
-    assert [code for code, _ in ends.at_once("exchange", *asked)] == [PARA, 0]
+    assert [code for code, _ in ends.call_both("exchange", *asked)] == [PARA, 0]
 
 
-def test_exchange_again(ends: Ends) -> None:
+def test_exchange_may_be_repeated(ends: Ends) -> None:
     connect(ends)
     desc = register(ends, 1)
     asked = [(ends.comms[0], 1, []), (ends.comms[1], 0, [desc])]
-    assert ends.at_once("exchange", *asked) == [(0, [desc]), (0, [])]
+    assert ends.call_both("exchange", *asked) == [(0, [desc]), (0, [])]
     assert transfer(ends, "put") == INTERNAL
     assert ends[0].enable(ends.comms[0], desc)[0] == 0
     assert transfer(ends, "put") == 0
@@ -116,8 +116,8 @@ def test_exchange_again(ends: Ends) -> None:
 def test_access_is_enabled_and_disabled(ends: Ends) -> None:
     descs = connect(ends)
     comm = ends.comms[0]
-    assert ends[0].enable(comm, descs[0])[0] == INTERNAL  # its own
-    assert ends[0].enable(comm, descs[1])[0] == 0  # counted
+    assert ends[0].enable(comm, descs[0])[0] == INTERNAL  # its own descriptor
+    assert ends[0].enable(comm, descs[1])[0] == 0  # a second reference
     assert ends[0].disable(comm, descs[1]) == 0
     assert transfer(ends, "put") == 0
     assert ends[0].disable(comm, descs[1]) == 0
@@ -130,14 +130,14 @@ def test_enable_needs_a_connection(ends: Ends) -> None:
     assert ends[0].enable(ends.comms[0], register(ends, 1))[0] == INTERNAL
 
 
-def test_deregistered_at_the_other_end(ends: Ends) -> None:
+def test_memory_deregistered_at_the_other_end_is_refused(ends: Ends) -> None:
     descs = connect(ends)
     assert ends[1].deregister_for(ends.comms[1], descs[1]) == 0
     assert transfer(ends, "put") == 0
     assert ends[0].synchronize(ends.streams[0]) == STALE
 
 
-def test_destroy_deregisters(ends: Ends) -> None:
+def test_destroying_a_communicator_deregisters_its_memory(ends: Ends) -> None:
     connect(ends)
     assert ends[0].destroy(ends.comms[0]) == 0
     left = json.loads(ends[0].leaks())
@@ -145,7 +145,7 @@ def test_destroy_deregisters(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("kind", [DEVICE, PINNED, REGISTERED])
-def test_other_products_have_it_too(tmp_path: Path, kind: int) -> None:
+def test_other_products_have_these_calls_too(tmp_path: Path, kind: int) -> None:
     with two_ends(tmp_path) as ends:
         ends.init()
         address = ends[0].allocate(NBYTES, kind)

@@ -21,7 +21,7 @@ def ends(tmp_path: Path) -> Iterator[Ends]:
 
 
 def put(ends: Ends, pieces: list[tuple[int, int, int]], rank: int = 0) -> int:
-    """Pieces are (offset here, offset there, bytes)."""
+    """Put pieces of (local offset, remote offset, nbytes)."""
     here, there = ends.memory[rank], ends.memory[1 - rank]
     absolute = [(here + local, there + remote, n) for local, remote, n in pieces]
     stream = ends.streams[rank]
@@ -33,7 +33,7 @@ def synchronize(ends: Ends, rank: int = 0) -> int:
 
 
 @pytest.mark.parametrize("kind", [DEVICE, PINNED, REGISTERED])
-def test_put_and_get(ends: Ends, kind: int) -> None:
+def test_bytes_are_put_and_got(ends: Ends, kind: int) -> None:
     nbytes = (1 << 21) + 4096  # more than one piece of a copy
     ends.connect(nbytes, kind)
     content = bytes(range(256)) * (nbytes // 256)
@@ -58,7 +58,7 @@ def test_both_directions_at_once(ends: Ends) -> None:
     assert ends[1].read(ends.memory[1] + 100, 5) == b"rank0"
 
 
-def test_order_of_the_stream(ends: Ends) -> None:
+def test_transfers_run_in_the_order_of_the_stream(ends: Ends) -> None:
     ends.connect()
     ends[0].write(ends.memory[0], b"abcdefgh")
     for i in range(8):
@@ -86,7 +86,7 @@ def test_data_types_have_sizes(ends: Ends) -> None:
         assert ends[0].transfer("put", *arguments) == PARA
 
 
-def test_limit_of_a_batch(ends: Ends) -> None:
+def test_the_size_of_a_batch_is_limited(ends: Ends) -> None:
     ends.connect()
     assert put(ends, [(i, i, 1) for i in range(256)]) == 0
     assert put(ends, [(i, i, 1) for i in range(257)]) == PARA
@@ -98,7 +98,7 @@ def test_limit_of_a_batch(ends: Ends) -> None:
     assert {(line["name"], line["remote_rank"]) for line in lines} == {(ends.name, 1)}
 
 
-def test_refuses_arguments(ends: Ends) -> None:
+def test_invalid_arguments_are_refused(ends: Ends) -> None:
     ends.connect()
     pieces = [(ends.memory[0], ends.memory[1], 1)]
     comm, stream = ends.comms[0], ends.streams[0]
@@ -119,7 +119,7 @@ def test_refuses_arguments(ends: Ends) -> None:
     assert transfer(comm, 1, ends[0].stream(), pieces) == PARA  # a stream of another device
 
 
-def test_needs_a_connection(ends: Ends) -> None:
+def test_a_transfer_needs_a_prepared_communicator(ends: Ends) -> None:
     ends.init()
     ends.bind()
     ends.streams[0] = ends[0].stream()
@@ -136,15 +136,17 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("pieces", OUTSIDE.values(), ids=OUTSIDE)
-def test_ranges_lie_in_regions(ends: Ends, pieces: list[tuple[int, int, int]]) -> None:
+def test_ranges_outside_of_regions_are_refused(
+    ends: Ends, pieces: list[tuple[int, int, int]]
+) -> None:
     ends.connect()
     assert put(ends, pieces) == INTERNAL
     ends[0].setting("aicpu", "1")
     assert put(ends, pieces) == PARA
 
 
-def test_range_lies_in_one_region(ends: Ends) -> None:
-    """Two regions side by side are two."""
+def test_a_range_across_two_regions_is_refused(ends: Ends) -> None:
+    """A range must not cross two regions, even adjacent ones."""
     ends.init()
     for rank, end in enumerate(ends.both):
         ends.memory[rank] = end.allocate(NBYTES)
@@ -158,7 +160,7 @@ def test_range_lies_in_one_region(ends: Ends) -> None:
     assert put(ends, [(NBYTES // 2 - 1, 0, 2)]) == INTERNAL
 
 
-def test_what_comes_before_the_bad_one_is_issued(ends: Ends) -> None:
+def test_pieces_before_an_invalid_one_are_issued(ends: Ends) -> None:
     ends.connect()
     ends[0].write(ends.memory[0], b"abcd")
     assert put(ends, [(0, 0, 1), (1, 1, 1), (2, NBYTES, 1), (3, 3, 1)]) == INTERNAL
@@ -166,7 +168,7 @@ def test_what_comes_before_the_bad_one_is_issued(ends: Ends) -> None:
     assert ends[1].read(ends.memory[1], 4) == b"ab\xa5\xa5"
 
 
-def test_memory_of_no_communicator_is_not_used(ends: Ends) -> None:
+def test_memory_that_is_not_bound_is_refused(ends: Ends) -> None:
     ends.connect()
     address = ends[0].allocate(NBYTES)
     assert ends[0].register(address, NBYTES)[0] == 0
@@ -175,19 +177,19 @@ def test_memory_of_no_communicator_is_not_used(ends: Ends) -> None:
     assert ends[1].register(ends[1].allocate(NBYTES), NBYTES)[0] == 0
 
 
-def test_deregistered_at_the_other_end(ends: Ends) -> None:
+def test_memory_deregistered_at_the_other_end_is_refused(ends: Ends) -> None:
     ends.connect()
     assert ends[1].unbind(ends.comms[1], ends.handles[1]) == 0
     assert put(ends, [(0, 0, 1)]) == 0
-    assert synchronize(ends) == 0  # unbound is still registered
+    assert synchronize(ends) == 0  # memory stays registered after it is unbound
     assert ends[1].deregister(ends.handles[1]) == 0
     assert put(ends, [(0, 0, 1)]) == 0
     assert synchronize(ends) == STALE
     assert ends[0].async_error(ends.comms[0]) == (0, 0)
 
 
-def test_deregistered_without_notice(ends: Ends) -> None:
-    """As over a mapping between devices of one server: nothing shows."""
+def test_memory_deregistered_without_notice_may_still_be_used(ends: Ends) -> None:
+    """The transfer succeeds, like one over a mapping between devices of one server."""
     ends.connect()
     ends[0].setting("stale_code", "0")
     ends[1].unbind(ends.comms[1], ends.handles[1])
@@ -196,7 +198,7 @@ def test_deregistered_without_notice(ends: Ends) -> None:
     assert synchronize(ends) == 0
 
 
-def test_registered_again_is_another_registration(ends: Ends) -> None:
+def test_a_second_registration_is_another_one(ends: Ends) -> None:
     ends.connect()
     ends[1].unbind(ends.comms[1], ends.handles[1])
     ends[1].deregister(ends.handles[1])
@@ -205,7 +207,7 @@ def test_registered_again_is_another_registration(ends: Ends) -> None:
     assert synchronize(ends) == STALE
 
 
-def test_own_memory_freed_or_deregistered(ends: Ends) -> None:
+def test_local_memory_that_is_freed_or_deregistered_is_refused(ends: Ends) -> None:
     ends.connect()
     ends[0].unbind(ends.comms[0], ends.handles[0])
     ends[0].deregister(ends.handles[0])
@@ -215,7 +217,7 @@ def test_own_memory_freed_or_deregistered(ends: Ends) -> None:
 
 
 def test_second_communicator_sees_later_memory(ends: Ends) -> None:
-    """How memory that is registered later gets to the other end: with a new communicator."""
+    """Memory that is registered later reaches the other end only by a new communicator."""
     ends.connect()
     later, comms = ends[1].allocate(NBYTES), [0, 0]
     _, handle = ends[1].register(later, NBYTES)
@@ -223,7 +225,7 @@ def test_second_communicator_sees_later_memory(ends: Ends) -> None:
         _, comms[rank] = end.init(table(), rank, config("later"))
         assert end.bind(comms[rank], ends.handles[rank]) == 0
     assert ends[1].bind(comms[1], handle) == 0
-    assert ends.at_once("prepare", *((comm,) for comm in comms)) == [0, 0]
+    assert ends.call_both("prepare", *((comm,) for comm in comms)) == [0, 0]
     pieces = [(ends.memory[0], later, 4)]
     assert ends[0].transfer("put", ends.comms[0], 1, pieces, ends.streams[0]) == INTERNAL
     assert ends[0].transfer("put", comms[0], 1, pieces, ends.streams[0]) == 0

@@ -1,4 +1,4 @@
-"""The cluster on paper: its arithmetic, where that can be done by hand."""
+"""Arithmetic of the simulated cluster, for cases that can be computed by hand."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ BY_BLOCK = Cluster(linked=100, per_request=False)
 BY_KEY = Cluster(linked=100, requests_per_s=2.0)
 
 
-def test_jobs_wait_for_those_before_them() -> None:
-    """Begun at 0, 2 and 4 s: waits of 0, 1 and 2 s; what nobody waits for does not count."""
+def test_jobs_wait_for_earlier_ones() -> None:
+    """Jobs that begin at 0, 2 and 4 s wait 0, 1 and 2 s; the wait of the last is not counted."""
     jobs = [Job(0, 2), Job(1, 2), Job(2, 1), Job(2, 1, awaited=False)]
     assert serve(jobs, 10) == Load(busy=0.6, waits_s=(1, 2))
     assert serve([], 10) == Load(busy=0, waits_s=(0, 0))
@@ -22,7 +22,9 @@ def test_jobs_wait_for_those_before_them() -> None:
 @pytest.mark.parametrize(
     ("busy", "wait_s", "endurable"), [(0.5, 0.04, True), (0.5, 0.06, False), (1.01, 0, False)]
 )
-def test_what_can_be_endured(busy: float, wait_s: float, endurable: bool) -> None:
+def test_long_waits_and_overload_cannot_be_endured(
+    busy: float, wait_s: float, endurable: bool
+) -> None:
     assert Load(busy, (0, wait_s)).endurable is endurable
 
 
@@ -43,8 +45,8 @@ def test_each_prompt_is_published_to_all_peers_twice() -> None:
     assert run.prefill().busy == pytest.approx(expected, rel=0.02)
 
 
-def test_the_most_peers_is_where_a_control_thread_gives_up() -> None:
-    """By block there are heartbeats alone: one second of them is the end."""
+def test_the_limit_of_peers_is_that_of_the_control_thread() -> None:
+    """Transfers by block cost only heartbeats: the limit is a second of them per second."""
     most = most_linked(BY_BLOCK, MEASURED, seconds=2)
     assert most == pytest.approx(1e6 / MEASURED.beat_us, rel=0.05)
     slow = replace(MEASURED, beat_us=2 * MEASURED.beat_us)

@@ -1,4 +1,4 @@
-"""Many peers at once: the benchmark's own checks, small. Each peer is a process."""
+"""The checks of the benchmark of many peers at once, with few. Each peer is a process."""
 
 from __future__ import annotations
 

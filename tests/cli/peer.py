@@ -6,7 +6,7 @@ from tests.support import peer
 
 
 class Peer(peer.Peer):
-    """It has an `engine` of cluster 7 that listens at `address`."""
+    """A process with an `engine` of cluster 7 that listens at `address`."""
 
     module = "tests.cli.peer_process"
     flags = ("-W", "error")

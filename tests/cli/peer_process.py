@@ -1,4 +1,4 @@
-"""What a peer of these tests can use: an engine of any options, and values to describe caches."""
+"""The names that snippets in a peer can use: an engine of any options, and cache descriptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command as a shell runs it, and its plans."""
+"""The command as a shell runs it, and plans for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEADS_FIRST = CacheDesc(
 
 
 def push(dst_blocks: list[int], dst: CacheDesc = TOKENS_FIRST, *, coalesce: bool = True) -> Plan:
-    """Of blocks 4, 5 and 9."""
+    """Return a plan that pushes blocks 4, 5 and 9."""
     return kvplan.plan(
         Transfer(Rows(TOKENS_FIRST, [4, 5, 9]), Rows(dst, dst_blocks), coalesce=coalesce),
         local="src",
@@ -46,10 +46,10 @@ def command(
     """Run the command in a process of its own, in which warnings are errors.
 
     Args:
-        arguments: what follows `kvplan`.
-        stdin: what the command can read.
-        environment: its environment, if not that of this process.
-        variables: variables besides.
+        arguments: The words after `kvplan`.
+        stdin: Input of the command.
+        environment: Environment of the command; by default that of this process.
+        variables: Additional variables.
     """
     return zygote.run(
         "tests.cli.running",
@@ -62,14 +62,14 @@ def command(
 
 
 def main(*arguments: str) -> None:
-    """The command, in a fork; the process in which `kvplan info` looks is a fork of that."""
+    """Run the command in a fork; the process in which `kvplan info` looks is a fork of that one."""
     sys.argv = ["kvplan", *arguments]
     import_module("kvplan.cli.info")._start = start_look  # type: ignore[attr-defined]
     sys.exit(cli.main())
 
 
 def start_look(notes: int, device_id: int, said: int) -> zygote.Forked:
-    """Do what `_start` of kvplan.cli.info does, without a new interpreter and its imports."""
+    """Start a look like `_start` of kvplan.cli.info, without a new interpreter and its imports."""
     if pid := os.fork():
         return zygote.Forked(pid)
     null = os.open(os.devnull, os.O_RDWR)
@@ -83,12 +83,12 @@ def start_look(notes: int, device_id: int, said: int) -> zygote.Forked:
     except Exception:
         traceback.print_exc()
     sys.stderr.flush()
-    ctypes.CDLL(None).exit(code)  # not os._exit: libraries give back what they hold
+    ctypes.CDLL(None).exit(code)  # not os._exit: libraries release their resources
     raise AssertionError
 
 
 def refused(*arguments: str | Path, stdin: str = "", **environment: str) -> str:
-    """Why, in the one line that it prints; exit code 2."""
+    """Return the one line that the refused command prints; its exit code is 2."""
     done = command(*arguments, stdin=stdin, **environment)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("kvplan: ")

@@ -27,7 +27,7 @@ def written(folder: Path, name: str, document: dict[str, Any]) -> Path:
     return path
 
 
-def test_a_plan_that_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_valid_plan_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, "plan.json", push([7, 8, 2]).to_dict())
     code, out = printed(capsys, "check", path)
     assert code == 0
@@ -59,9 +59,7 @@ def test_a_plan_is_refused_by_field_value_and_range(
     assert message in json.loads(out)["error"]
 
 
-def test_bytes_that_are_written_twice_are_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bytes_written_twice_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = push([7, 8, 2]).to_dict()
     segments = document["parts"][0]["segments"]
     segments["dst_offsets"][1] = segments["dst_offsets"][0]
@@ -88,7 +86,20 @@ def test_a_reshard_is_planned_and_each_byte_written_once(
     assert json.loads(out)["participants"]["d0-p1-t1"]["fingerprint"] == plan.fingerprint
 
 
-def test_a_placement_that_leaves_elements_out(
+def test_each_participant_has_a_plan_of_its_own_whatever_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = json.dumps(manifest(2)).replace("d0-p0-t0", "host/0").replace("d0-p0-t1", "host:0")
+    source, target = written(tmp_path, "tp4.json", manifest(4)), tmp_path / "tp2.json"
+    target.write_text(names)
+    code, _ = printed(capsys, "check", target, "--from", source, "--save", tmp_path / "plans")
+    assert code == 0
+    found = {path.name: load_plan(path) for path in (tmp_path / "plans").iterdir()}
+    assert found.keys() == {"host%2F0.json", "host%3A0.json"}
+    assert found["host%2F0.json"] != found["host%3A0.json"]
+
+
+def test_a_placement_without_some_elements_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = manifest(4)
@@ -100,7 +111,7 @@ def test_a_placement_that_leaves_elements_out(
     assert "hold 384 of its 512 elements" in out
 
 
-def test_what_cannot_be_read_is_trouble(tmp_path: Path) -> None:
+def test_unreadable_input_exits_with_2(tmp_path: Path) -> None:
     missing = tmp_path / "missing.json"
     assert refused("check", missing) == f"{missing}: No such file or directory"
     path = written(tmp_path, "plan.json", push([7, 8, 2]).to_dict())
@@ -116,6 +127,6 @@ def refused_usage(*arguments: str | Path) -> str:
     return done.stderr
 
 
-def test_it_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
     code, out = printed(capsys, "check", "--schema")
     assert (code, json.loads(out)["$id"]) == (0, "urn:kvplan:plan:3")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 import kvplan
 from kvnative._tuning import Tuning
+from kvplan.cli import COMMANDS
 from kvplan.control.auth import ClusterKey
 from tests.cli.running import command
 
 
-def test_keygen_makes_a_key_that_engines_take(tmp_path: Path) -> None:
+def test_keygen_makes_a_key_that_engines_accept(tmp_path: Path) -> None:
     path = tmp_path / "cluster.key"
     made = command("keygen", str(path))
     assert (made.returncode, made.stderr) == (0, "")
@@ -66,7 +68,14 @@ def test_version_and_help() -> None:
     assert "0600" in command("keygen", "--help").stdout
 
 
-def test_a_line_that_is_not_understood_exits_with_2() -> None:
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_help_breaks_a_word(name: str) -> None:
+    lines = command(name, "--help").stdout.splitlines()
+    assert len(lines) > 5
+    assert [line for line in lines if re.search(r"\w-$", line)] == []
+
+
+def test_an_invalid_command_line_exits_with_2() -> None:
     for arguments in ((), ("keygen",), ("nonsense",), ("keygen", "a", "b")):
         misused = command(*arguments)
         assert misused.returncode == 2

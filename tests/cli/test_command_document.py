@@ -1,4 +1,4 @@
-"""docs/reference/command.md: every output is a real one; of a machine, but for numbers."""
+"""docs/reference/command.md: every output is real; numbers of a machine are not compared."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADDRESS = "127.0.0.1:16000"
 
 
 def steps(*, of_this_machine: bool) -> list[tuple[str, str]]:
-    """Each command line, and what it prints."""
+    """Yield each command line, with its output."""
     found = []
     for marked, block in BLOCK.findall(DOCUMENT):
         if bool(marked) is of_this_machine:
@@ -38,7 +38,7 @@ def steps(*, of_this_machine: bool) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a shell finds `kvplan` and the plans of the document."""
+    """The folder where a shell finds `kvplan` and the plans of the document."""
     folder = tmp_path_factory.mktemp("command")
     names: dict[str, Any] = {}
     block = re.findall(r"^```python\n(.*?)^```", DOCUMENT, re.DOTALL | re.MULTILINE)[0]
@@ -89,12 +89,12 @@ def test_a_block_of_a_machine_has_the_same_lines(line: str, expected: str, folde
 
 
 def masked(text: str) -> list[str]:
-    """What each line is called: its text, and all from the first number on, is of a machine."""
+    """Return the text of each line up to its first number; the rest depends on the machine."""
     lines = [line for line in text.splitlines() if not re.match(r" {10}|  to do", line)]
     return [re.sub(r"(?<=\S)\s{2,}.*|[0-9].*", "", line) for line in lines]
 
 
-def test_every_command_and_every_exit_code_is_there() -> None:
+def test_the_page_has_every_command_and_exit_code() -> None:
     listed = set(re.findall(r"^\| \[`kvplan (\w+)`\]", DOCUMENT, re.MULTILINE))
     assert listed == set(COMMANDS)
     codes = {int(match) for match in re.findall(r"^\| (\d+) \|", DOCUMENT, re.MULTILINE)}

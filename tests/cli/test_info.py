@@ -1,4 +1,4 @@
-"""`kvplan info`, as a shell runs it: without accelerator, with simulated ones, broken ones."""
+"""`kvplan info`, as a shell runs it: without an accelerator, with simulated and broken ones."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ GIB = 1 << 30
 
 
 def info(*arguments: str, **environment: str) -> str:
-    """What it prints, with these variables and nothing else that says where a library is."""
+    """Return the output with these variables, and no other variable that names a library."""
     clean = {name: text for name, text in os.environ.items() if name not in PLACES}
-    # The default time limit is short for a loaded machine; a later --timeout counts.
+    # The default time limit is short for a loaded machine. A later --timeout counts.
     limit = ("--timeout", "600")
     done = command("info", *limit, *arguments, environment=clean | environment)
-    # What was looked at before a library took the process along may not be enough.
+    # The findings before a library ended the process may be incomplete.
     stopped = "NOT CHECKED" in done.stdout or '"stopped": {' in done.stdout
     assert done.stderr == ""
     assert done.returncode == 0 or (done.returncode == 1 and stopped)
@@ -49,7 +49,7 @@ def simulated(variant: str = "8.5", *arguments: str, **settings: str) -> dict[st
 
 
 def broken_library(path: Path) -> str:
-    """A library that does what the variable BROKEN says when it is loaded."""
+    """Return a library that does what the variable BROKEN asks for when it is loaded."""
     source = Path(__file__).with_name("broken_library.c")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", path, source], check=True)
     return str(path)
@@ -88,7 +88,7 @@ class TestWithoutAccelerator:
         assert re.match(r"127\.0\.0\.1:\d+ -> 127\.0\.0\.1:\d+", transport(report, "tcp")["tried"])
         assert [(copy["remote"], copy["works"]) for copy in report["copies"]] == [("host", True)]
 
-    def test_names_every_place_that_was_looked_at(self, tmp_path: Path) -> None:
+    def test_every_searched_place_is_named(self, tmp_path: Path) -> None:
         report = found(
             ASCEND_HOME_PATH=str(tmp_path), ASCEND_HOME="/no/where", LD_LIBRARY_PATH="/also"
         )
@@ -102,7 +102,18 @@ class TestWithoutAccelerator:
         assert "/usr/local/Ascend/ascend-toolkit/latest" in places
         assert "/also" in places
 
-    def test_says_which_key_links_of_this_host_have(self, tmp_path: Path) -> None:
+    def test_options_for_other_engines_are_not_used(self) -> None:
+        """A port mapping may belong to another engine. A pool is as large as the others need."""
+        names = "KVPLAN_MEM_POOL_CONFIG", "KVPLAN_HOST_MEM_POOL_CONFIG"
+        given = {
+            "KVPLAN_ADVERTISE": "127.0.0.1:1",
+            **dict.fromkeys(names, '{"memory_size": 65536}'),
+        }
+        row = found(**given)
+        assert transport(row, "tcp")["works"], row
+        assert all(copy["works"] for copy in row["copies"]), row
+
+    def test_the_key_of_links_on_this_host_is_reported(self, tmp_path: Path) -> None:
         path = tmp_path / "kvplan/user.key"
         asked = {"KVPLAN_ASCEND_LIBRARY": "", "XDG_STATE_HOME": str(tmp_path)}
         expected = {"path": str(path), "is_made": False, "why_not_home": "", "why_not": ""}
@@ -116,7 +127,7 @@ class TestWithoutAccelerator:
         assert "its mode is 0644, so others may use it; chmod 600 is needed" in text
 
     def test_the_text_is_for_people(self) -> None:
-        """Here of new interpreters, as a shell starts them."""
+        """A new interpreter prints the text, as it does for a shell."""
         command = [sys.executable, "-W", "error", "-m", "kvplan", "info", "-v", "--timeout", "600"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         assert (done.returncode, done.stderr) == (0, "")
@@ -215,7 +226,7 @@ class TestSimulatedGpus:
         said = "Simulated GPU, 1 of 2 devices can be opened, driver of CUDA 13.0"
         assert said in " ".join(text.split())
 
-    def test_what_restricts_a_gpu(self) -> None:
+    def test_restrictions_of_a_gpu_are_reported(self) -> None:
         gpu = {"KVPLAN_CUDA_LIBRARY": str(build_cuda()), "KVPLAN_ASCEND_LIBRARY": ""}
         shared = found(**gpu, KVSIM_DEVICES="1", KVSIM_CUDA_MPS="1", KVSIM_CUDA_HOST_REGISTER="0")
         [device] = shared["cuda"]["devices"]
@@ -227,7 +238,7 @@ class TestSimulatedGpus:
         text = " ".join(info(**gpu, KVSIM_DEVICES="2", KVSIM_CUDA_MPS="1").split())
         assert text.count("GPU 0 is restricted by MPS: ") == 1
         assert "GPU 1 is restricted by MPS: " in text
-        plain = found(**gpu, KVSIM_DEVICES="1", KVSIM_CUDA_MPS="2")  # a driver that does not know
+        plain = found(**gpu, KVSIM_DEVICES="1", KVSIM_CUDA_MPS="2")  # a driver without the query
         assert plain["cuda"]["devices"][0]["restrictions"] == []
 
     def test_a_driver_without_a_device(self) -> None:
@@ -240,7 +251,7 @@ class TestSimulatedGpus:
 
 
 class TestSimulatedDevices:
-    def test_of_cann_8_5(self, tmp_path: Path) -> None:
+    def test_cann_8_5_is_described(self, tmp_path: Path) -> None:
         log = tmp_path / "log"
         (tmp_path / "version.info").write_text("Version=25.5.0\n")
         report = simulated(
@@ -263,9 +274,9 @@ class TestSimulatedDevices:
         assert [(copy["works"], copy["one_by_one"]) for copy in report["copies"]] == [
             (True, "")
         ] * 3
-        assert left(log) == set()
+        assert unreleased(log) == set()
 
-    def test_of_cann_8_1(self) -> None:
+    def test_cann_8_1_is_described(self) -> None:
         report = simulated("8.1")
         accelerator = report["accelerator"]
         assert accelerator["library"].endswith("/libascendcl.so")
@@ -281,7 +292,7 @@ class TestSimulatedDevices:
         assert "aclrtMemcpyBatch" in copy["one_by_one"]
         assert transport(report, "hccl")["works"]
 
-    def test_where_batches_are_refused(self) -> None:
+    def test_a_device_that_refuses_batches_is_described(self) -> None:
         report = simulated("batch-unsupported")
         (copy,) = [
             each for each in report["copies"] if (each["local"], each["remote"]) == TO_DEVICE
@@ -289,14 +300,14 @@ class TestSimulatedDevices:
         assert copy["works"]
         assert "207000 (feature not supported)" in copy["one_by_one"]
 
-    def test_with_the_second_version_of_batches_alone(self) -> None:
-        """It lacks nothing: either version is the same capability."""
+    def test_the_second_version_of_batches_suffices(self) -> None:
+        """The report lacks nothing, because either version is the same capability."""
         report = simulated("batch-v2")
         accelerator = report["accelerator"]
         assert (accelerator["has_batch"], accelerator["missing"]) == (True, [])
         assert [copy["one_by_one"] for copy in report["copies"]] == [""] * 3
 
-    def test_with_libhccl_alone(self) -> None:
+    def test_libhccl_without_other_libraries_is_described(self) -> None:
         report = simulated("hccl-only")
         assert report["accelerator"]["hccl"]["library"].endswith("/libhccl.so")
         assert transport(report, "hccl")["works"]
@@ -317,8 +328,8 @@ class TestSimulatedDevices:
         assert report["accelerator"]["hccl"]["generation"] == "per_comm"
         assert transport(report, "hccl")["reaches"] == ["device"]
 
-    def test_of_cann_9_1(self) -> None:
-        """It has HIXL's client/server mode, which no earlier one has."""
+    def test_cann_9_1_is_described(self) -> None:
+        """CANN 9.1 has HIXL's client/server mode, which earlier versions lack."""
         hixl = simulated("9.1")["accelerator"]["hixl"]
         assert hixl["library"] == str(build("9.1") / "lib64/libcann_hixl.so")
         assert (hixl["generation"], hixl["missing"]) == ("client_server", [])
@@ -337,7 +348,7 @@ class TestSimulatedDevices:
         first, second = (each["address"] for each in report["accelerator"]["devices"])
         assert (first["device_ip"], second["device_ip"]) == ("10.1.2.3", None)
 
-    def test_the_text_has_it_all(self) -> None:
+    def test_the_text_has_all_findings(self) -> None:
         text = info("-v", ASCEND_HOME_PATH=str(build()), KVSIM_DEVICES="1")
         for part in ("libacl_rt.so", "CANN 8.5.0", "libhcomm.so", "total_bytes"):
             assert part in text
@@ -347,8 +358,8 @@ class TestSimulatedDevices:
 TO_DEVICE = ("host", "device")
 
 
-def left(log: Path) -> set[str]:
-    """What the process that looked did not give back."""
+def unreleased(log: Path) -> set[str]:
+    """Return the resources that the looking process did not release."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     leaks = [line for line in lines if line["call"] == "leaks"]
     assert leaks

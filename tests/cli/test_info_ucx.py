@@ -1,4 +1,4 @@
-"""What `kvplan info` says of UCX: none, the one that the tests run with, broken ones."""
+"""`kvplan info` about UCX: without a library, with that of the tests, and with broken ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cli.test_info import broken_library, found, info, transport
 NO_NPU = {"KVPLAN_ASCEND_LIBRARY": ""}
 
 
-class TestTheOneOfTheTests:
+class TestUcxOfTheTests:
     def test_ucx_and_its_findings_are_described(self, ucx: Found) -> None:
         report = found(**NO_NPU, UCX_LOG_LEVEL="warn")
         found_ucx = report["ucx"]
@@ -34,13 +34,13 @@ class TestTheOneOfTheTests:
         assert "tried" not in transport(report, "ucx")
 
     def test_a_copy(self, ucx: Found) -> None:
-        """As where there is RDMA, but over shared memory, by the settings of the environment."""
+        """The settings of the environment copy over shared memory instead of RDMA."""
         shared = '{"UCX_TLS": "shm"}'
         row = transport(found(**NO_NPU, KVPLAN_UCX_SETTINGS=shared), "ucx")
         assert (row["works"], row["reaches"], row["tried"]) == (True, ["host"], "cma/memory")
 
     def test_a_copy_that_fails(self, ucx: Found) -> None:
-        """A transport that reads nothing."""
+        """The transport of this test reads no bytes."""
         mapped = '{"UCX_TLS": "posix"}'
         row = transport(found(**NO_NPU, KVPLAN_UCX_SETTINGS=mapped), "ucx")
         assert not row["works"]
@@ -54,7 +54,7 @@ class TestTheOneOfTheTests:
 
 
 class TestBroken:
-    def test_none(self) -> None:
+    def test_missing_ucx_is_reported(self) -> None:
         report = found(**NO_NPU, **{OVERRIDE: ""})
         assert "no UCX library" in report["ucx"]["why_not"]
         assert report["ucx"]["places"] == [{"path": "empty", "origin": f"${OVERRIDE}", "has": []}]
@@ -69,17 +69,17 @@ class TestBroken:
         assert "version" not in report["ucx"]
 
     @pytest.mark.parametrize(
-        ("how", "timeout_s", "reason"),
+        ("fault", "timeout_s", "reason"),
         [
             ("aborts", "60", "ended with SIGABRT"),
             pytest.param("hangs", "8", "took longer than 8 s", marks=pytest.mark.slow),
         ],
     )
     def test_a_library_that_ends_the_process(
-        self, tmp_path: Path, how: str, timeout_s: str, reason: str
+        self, tmp_path: Path, fault: str, timeout_s: str, reason: str
     ) -> None:
         path = broken_library(tmp_path / "libucp.so.0")
-        report = found("--timeout", timeout_s, **NO_NPU, **{OVERRIDE: path, "BROKEN": how})
+        report = found("--timeout", timeout_s, **NO_NPU, **{OVERRIDE: path, "BROKEN": fault})
         assert report["stopped"]["step"] == f"loading UCX ({path})"
         assert report["stopped"]["reason"] == reason
         assert report["ucx"]["library"] == path

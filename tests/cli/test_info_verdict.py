@@ -1,4 +1,4 @@
-"""The lines that `kvplan info` begins with, for machines of many kinds."""
+"""The first lines of `kvplan info`, for machines of many kinds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvplan.cli.info.text import verdict
 
 @pytest.fixture
 def found() -> dict[str, Any]:
-    """A host without accelerator or RDMA, where all else is well."""
+    """Findings of a host without accelerator or RDMA, where everything else works."""
     no_rdma = "this host has no RDMA device"
     return {
         "kvplan": "1.2.3",
@@ -92,7 +92,7 @@ def test_how_copies_are_made(found: dict[str, Any]) -> None:
     assert lines(found)[-1] == "copies not known: no module"
 
 
-def test_where_nothing_was_built(found: dict[str, Any]) -> None:
+def test_a_native_module_that_does_not_load(found: dict[str, Any]) -> None:
     found["native_modules"]["_host"] = "gone"
     assert lines(found, works=False)[0] == (
         "kvplan 1.2.3 does not work here: 1 of 2 native modules do not load: _host: gone"
@@ -131,7 +131,7 @@ def test_the_report_ends_with_things_to_do(
     assert expected in said
 
 
-def test_a_look_that_was_cut_short(found: dict[str, Any]) -> None:
+def test_findings_that_are_incomplete(found: dict[str, Any]) -> None:
     found["transports"] = []
     found["stopped"] = {"step": "opening the ACL library", "reason": "ended with SIGABRT"}
     said = lines(found, works=False)

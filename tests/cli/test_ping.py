@@ -1,4 +1,4 @@
-"""`kvplan ping`: an engine in another process, and it is as before afterwards."""
+"""`kvplan ping` to an engine in another process, which is unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def peer() -> Iterator[Peer]:
         yield opened
 
 
-def ping(address: str, *arguments: str, code: int = 0) -> dict[str, Any]:
-    done = command("ping", address, "--json", "-n", "2", *arguments)
+def ping(address: str, *arguments: str, code: int = 0, **environment: str) -> dict[str, Any]:
+    done = command("ping", address, "--json", "-n", "2", *arguments, **environment)
     assert (done.returncode, done.stderr) == (code, "")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -60,16 +60,25 @@ def test_the_cluster_need_not_be_known(peer: Peer) -> None:
 def test_a_paged_cache_is_read_and_left_as_it_was(peer: Peer) -> None:
     peer.run(SLOTS + BLOCKS)
     before = peer.run("result = engine.fingerprint(paged)")
-    # The slot's key comes first, by its cache's id.
+    # The key of the slot comes first, with the id of its cache.
     first, second = ping(peer.address)["caches"]
     assert (first["paged"], second["paged"], second["model_id"]) == (False, True, 3)
     assert [item["size"] for item in first["pulls"]] == ["small", "large"]
     # A layer of two tensors, of one slot of 1024 x 64 elements of 2 bytes; then both layers.
     assert [item["nbytes"] for item in first["pulls"]] == [2 * 131072, 4 * 131072]
     assert peer.run("result = engine.fingerprint(paged)") == before
-    # No key was taken, and nothing is left of the link.
+    # No key was consumed, and the link is gone.
     assert peer.run("result = len(engine.links())") == 0
     peer.run("engine.remove_cache_key(CacheKey(7, 11))")
+
+
+def test_a_pool_for_the_engines_of_this_environment_is_not_made(peer: Peer) -> None:
+    peer.run(BLOCKS)
+    pool = '{"memory_size": 65536}'
+    (found,) = ping(peer.address, KVPLAN_HOST_MEM_POOL_CONFIG=pool, KVPLAN_MEM_POOL_CONFIG=pool)[
+        "caches"
+    ]
+    assert (found["failed"], len(found["pulls"])) == (False, 2), found
 
 
 def test_tensors_that_do_not_form_pairs_are_read_one_by_one(peer: Peer) -> None:
@@ -103,7 +112,7 @@ GONE = """
     calls.mmap.restype = ctypes.c_void_p
     calls.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     calls.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    address = calls.mmap(None, 1 << 20, 3, 0x22, -1, 0)
+    address = calls.mmap(1 << 45, 1 << 20, 3, 0x22, -1, 0)  # no other thread fills the hole there
     desc = CacheDesc(1, (64, 16384), DataType.DT_UINT8)
     engine.register_blocks_cache(desc, [address], BlocksCacheKey(7, 3))
     calls.munmap(address, 1 << 20)
@@ -111,8 +120,8 @@ GONE = """
 
 
 @pytest.mark.parametrize("others", [0, 20])
-def test_a_cache_that_cannot_be_read_is_trouble(peer: Peer, others: int) -> None:
-    """Also if it is behind more caches than are listed."""
+def test_an_unreadable_cache_sets_the_exit_code(peer: Peer, others: int) -> None:
+    """The same holds if the cache comes after more caches than are listed."""
     unread = "engine.allocate_blocks_cache(CacheDesc(1, (2, 64), DataType.DT_UINT8))\n"
     peer.run(unread * others, GONE)
     *_, last = ping(peer.address, code=2)["caches"]
@@ -142,7 +151,7 @@ def test_parts_of_a_block_that_lie_apart_are_counted(peer: Peer) -> None:
     assert "3 tensors of 8 blocks x 8 KiB" in command("ping", peer.address).stdout
 
 
-def test_why_a_better_transport_was_not_chosen() -> None:
+def test_reasons_against_better_transports_are_printed() -> None:
     with closing(Peer(**{"kvplan.transport": "tcp"})) as peer:
         found = ping(peer.address)
         assert found["transport"] == "tcp"
@@ -164,27 +173,27 @@ def test_with_the_key_of_the_cluster_and_without(tmp_path: Path) -> None:
             assert "LLM_LINK_FAILED" in said
 
 
-def test_another_cluster_is_there(peer: Peer) -> None:
+def test_another_cluster_at_the_address_is_reported(peer: Peer) -> None:
     assert "cluster 7 is here, not cluster 9" in refused("ping", peer.address, "--cluster-id", "9")
     assert ping(peer.address, "--cluster-id", "7")["cluster_id"] == 7
 
 
 def test_an_address_without_a_listener() -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+    with socket.socket() as unused_port:
+        unused_port.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused_port.getsockname()[1]}"
         assert refused("ping", address) == (
             f"{address}: connect: Connection refused (LLM_LINK_FAILED)"
         )
     assert "port" in refused("ping", "127.0.0.1")
 
 
-def test_something_else_is_there() -> None:
+def test_another_program_at_the_address_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         said = refused("ping", address, "--timeout", "0.3")
         assert said.startswith(address)
-        assert re.search(r"no answer within (300|[12]?\d?\d) ms", said)  # what was left of 300
+        assert re.search(r"no answer within (300|[12]?\d?\d) ms", said)  # the rest of 300 ms
 
 
 def test_ctrl_c_ends_the_link(peer: Peer) -> None:
@@ -197,7 +206,7 @@ def test_ctrl_c_ends_the_link(peer: Peer) -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
     assert (process.returncode, out, err) == (130, b"", b"")
-    # The peer was told, or, interrupted in the middle of a handshake, has seen the process end.
+    # The peer was notified, or has seen the process end during a handshake.
     peer.run(
         """
         live = ("LINKING", "LINKED", "UNLINKING")

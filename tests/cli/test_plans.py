@@ -65,7 +65,9 @@ class TestExplain:
         everything = PLAN.explain("table", None) + "\n"
         assert printed(capsys, "explain", plan, "-f", "table", "--all") == (0, everything)
 
-    def test_draws_it_in_a_file(self, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_picture_is_written_to_a_file(
+        self, plan: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         html, svg = plan.with_name("a.html"), plan.with_name("a.svg")
         assert printed(capsys, "explain", plan, "--html", html, "--svg", svg) == (0, "")
         assert html.read_text() == PLAN.to_html()
@@ -75,7 +77,9 @@ class TestExplain:
             f"{missing}: No such file or directory"
         )
 
-    def test_of_groups(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_groups_are_explained_by_name(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         both = groups("full", "window")
         both.save(tmp_path / "groups.json")
         assert printed(capsys, "explain", tmp_path / "groups.json")[1] == both.explain() + "\n"
@@ -95,7 +99,7 @@ class TestExplain:
         assert (second["src_offset"], second["dst_offset"]) == (9 * 4096, 2 * 4096)
         assert (second["nbytes"], second["tokens"], second["kv"]) == (4096, [[32, 47]], "K")
 
-    def test_from_stdin(self) -> None:
+    def test_a_plan_is_read_from_stdin(self) -> None:
         given = json.dumps(PLAN.to_dict())
         assert command("explain", "-", stdin=given).stdout == PLAN.explain() + "\n"
 
@@ -215,7 +219,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         "line",
-        ["explain {}", "diff {0} {0}", "trace {}", "replay {plan} {0} {0}"],
+        ["explain {}", "diff {0} {0}", "trace {}", "replay {plan} {0} {0}", "check {}"],
         ids=lambda line: line.split()[0],
     )
     def test_a_fifo_is_not_waited_for(self, line: str, plan: Path, tmp_path: Path) -> None:
@@ -239,7 +243,7 @@ class TestOutput:
             cwd=ROOT, capture_output=True, text=True,
         )  # fmt: skip
         assert done.stderr == ""
-        assert done.stdout in ("141\n", "0\n")  # 0: all fitted in before it closed
+        assert done.stdout in ("141\n", "0\n")  # 0: the output fitted before the pipe closed
 
     @pytest.mark.parametrize(
         ("command", "closed", "expected"),
@@ -274,11 +278,11 @@ class TestOutput:
         assert main(["explain", missing]) == 2
         assert "\x1b" not in capsys.readouterr().err
 
-    def test_a_disk_that_is_full(self, plan: Path) -> None:
+    def test_a_full_disk_is_reported(self, plan: Path) -> None:
         shell = f"{sys.executable} -m kvplan explain {plan} > /dev/full"
         done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (2, "kvplan: No space left on device\n")
-        for option in ("--html", "--svg"):  # the file is named
+        for option in ("--html", "--svg"):  # the error names the file
             done = command("explain", plan, option, "/dev/full")
             said = "kvplan: /dev/full: No space left on device\n"
             assert (done.returncode, done.stderr) == (2, said)
@@ -289,7 +293,7 @@ class TestOutput:
         assert "\x1b[" not in on_a_terminal("explain", str(plan), NO_COLOR="1")
         assert "\x1b[" not in on_a_terminal("explain", str(plan), TERM="dumb")
 
-    def test_colours_change_no_letter(self, plan: Path) -> None:
+    def test_colours_do_not_change_the_text(self, plan: Path) -> None:
         coloured = on_a_terminal("explain", str(plan), COLUMNS="20")
         plain = "".join(part.split("m", 1)[-1] for part in coloured.split("\x1b["))
         assert plain.replace("\r\n", "\n") == PLAN.explain() + "\n"
@@ -304,7 +308,7 @@ class TestOutput:
 
 
 def on_a_terminal(*arguments: str, **environment: str) -> str:
-    """What the command writes to a terminal."""
+    """Return the output of the command to a terminal."""
     ours, theirs = pty.openpty()
     clean = {name: text for name, text in os.environ.items() if name not in ("NO_COLOR", "CI")}
     with subprocess.Popen(
@@ -318,7 +322,7 @@ def on_a_terminal(*arguments: str, **environment: str) -> str:
         try:
             while piece := os.read(ours, 65536):
                 written += piece
-        except OSError:  # how a terminal says that its other end has closed
+        except OSError:  # a terminal reports so that its other end has closed
             pass
         os.close(ours)
     assert process.returncode == 0

@@ -1,4 +1,4 @@
-"""`kvplan replay`: on dumps that a user has made of two caches."""
+"""`kvplan replay`, on dumps that a user has made of two caches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRANSFER = Transfer(Rows(DESC, [3, 4, 9, 12]), Rows(DESC, [7, 8, 2, 20]))
 
 @pytest.fixture
 def dumps(tmp_path: Path) -> dict[str, Any]:
-    """A plan, what the source had, and what the destination has, with one block wrong."""
+    """A plan, the content of its source, and that of its destination, with one wrong block."""
     random = np.random.default_rng(0)
     src = [random.standard_normal(DESC.shape).astype(np.float16) for _ in range(4)]
     dst = [np.zeros(DESC.shape, np.float16) for _ in range(4)]
@@ -61,7 +61,7 @@ def test_a_tolerance_permits_small_differences(
     assert (found.returncode, found.stderr) == (code, "")
 
 
-def test_a_recording_says_who_wrote_the_block_that_is_wrong(
+def test_a_recording_names_the_writer_of_the_wrong_block(
     dumps: dict[str, Any], tmp_path: Path
 ) -> None:
     with recorder(tmp_path / "a.kvrec") as writer:
@@ -73,6 +73,10 @@ def test_a_recording_says_who_wrote_the_block_that_is_wrong(
     (difference,) = json.loads(found.stdout)["differences"]
     (write,) = difference["first"]["writes"]
     assert "mine" in write
+    given = ("--recording", str(tmp_path / "a.kvrec"), "--cache", "-1")
+    found = command("replay", *given, dumps["plan.json"], dumps["src.npz"], dumps["dst.npz"])
+    assert found.returncode == 2
+    assert "'--cache': -1 is not in the range" in found.stderr
 
 
 def test_a_name_in_a_plan_does_not_command_the_terminal(dumps: dict[str, Any]) -> None:
@@ -125,3 +129,19 @@ def test_a_file_that_is_not_a_dump_is_refused_in_one_line(
         "replay", "--atol", "1", dumps["plan.json"], dumps["src.npz"], dumps["dst.npz"]
     )
     assert (misused.returncode, "--atol needs --expected" in misused.stderr) == (2, True)
+
+
+def test_dumps_whose_zip_headers_are_damaged_are_refused(tmp_path: Path, dumps) -> None:
+    """The archive's directory names a way to compress, to encrypt, and a place of the array."""
+    plain = tmp_path / "plain.npz"
+    np.savez(plain, np.zeros(3))
+    whole = plain.read_bytes()
+    entry = whole.index(b"PK\1\2")  # of the directory
+    for at, value in ((8, 1), (10, 99), (45, 255)):
+        damaged = bytearray(whole)
+        damaged[entry + at] = value
+        plain.write_bytes(damaged)
+        refused = command("replay", dumps["plan.json"], dumps["src.npz"], str(plain))
+        assert refused.returncode == 2
+        assert "plain.npz is not a file of np.savez, or is damaged" in refused.stderr
+        assert "Traceback" not in refused.stderr

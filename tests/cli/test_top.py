@@ -1,4 +1,4 @@
-"""`kvplan top`: rates between two looks, and what is printed of them."""
+"""`kvplan top`: rates between two looks, and their printed page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DESC = CacheDesc(2, (16, 4, 2, 8), DataType.DT_FLOAT16)
 
 @pytest.fixture
 def engines() -> Iterator[tuple[LlmDataDist, LlmDataDist]]:
-    """Two that are linked, with a cache each."""
+    """Two linked engines, with a cache each."""
     with ExitStack() as held:
         prefill, decode = (
             held.enter_context(LlmDataDist(number, LlmRole.MIX)) for number in (71, 72)
@@ -44,7 +44,7 @@ def engines() -> Iterator[tuple[LlmDataDist, LlmDataDist]]:
 
 
 def look() -> list[Answer]:
-    """What both say, however long that takes; earlier tests may have left engines here."""
+    """Return the answers of both engines; other engines of earlier tests are left out."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         own = [item for item in read_all() if item.pid == os.getpid()]  # others may be stopped
@@ -64,7 +64,7 @@ def test_rates_are_of_the_time_between_two_looks(
     decode = engines[1]
     mine = decode.allocate_blocks_cache(DESC)
     arguments = BlocksCacheKey(71), mine, [1, 2], [3, 4]
-    decode.pull_blocks(*arguments)  # before the first look: not counted
+    decode.pull_blocks(*arguments)  # before the first look, so not counted
     before = look()
     for _ in range(3):
         decode.pull_blocks(*arguments)
@@ -88,7 +88,7 @@ def test_rates_are_of_the_time_between_two_looks(
     assert engine.links[0].pulled == pytest.approx(engine.rates.pulled)
 
 
-def test_an_engine_that_is_new_has_done_nothing(
+def test_a_new_engine_has_no_transfers(
     engines: tuple[LlmDataDist, LlmDataDist],
 ) -> None:
     found = compared([], look())
@@ -106,7 +106,7 @@ def shown(answers: list[Answer]) -> str:
 
 
 def document(**changes: Any) -> dict[str, Any]:
-    """What an engine could have said."""
+    """Return a possible answer of an engine."""
     link = {
         "cluster_id": 1,
         "instance": "ab",
@@ -170,7 +170,7 @@ def test_the_page_lists_engines_links_and_transfers() -> None:
 
 
 def test_a_narrow_terminal_shows_its_first_lines(engines: tuple[LlmDataDist, LlmDataDist]) -> None:
-    """No line that is written is wider than it: what it wraps would push the first ones out."""
+    """A line wider than the terminal would wrap, and push the first ones out."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     arguments = [sys.executable, "-m", "kvplan", "top", "--pid", str(os.getpid())]
@@ -184,11 +184,11 @@ def test_a_narrow_terminal_shows_its_first_lines(engines: tuple[LlmDataDist, Llm
             written += os.read(ours, 1 << 16).decode()
         running.send_signal(signal.SIGINT)
         try:
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the process has ended
                 while os.read(ours, 1 << 16):
                     pass
         finally:
-            running.kill()  # of a test that ran out of time: it would be waited for
+            running.kill()  # otherwise a test that ran out of time would wait for the process
     os.close(ours)
     # A slow machine shows several pages, each from the top: only colours do not move the cursor.
     text = re.sub(r"\x1b\[[0-9;?]*m", "", written)
@@ -211,12 +211,13 @@ def test_a_pipe_gets_one_page_after_the_other(engines: tuple[LlmDataDist, LlmDat
             if heads == 3:
                 break
         running.send_signal(signal.SIGINT)
-        running.stdout.read()  # were it closed before the signal has come, that would end it
+        # if closed before the signal has come, the pipe would end the command
+        running.stdout.read()
     assert running.returncode == 0
 
 
-def test_where_ctrl_c_is_ignored_it_goes_on() -> None:
-    """As in what a shell has started with `&`: the next Ctrl-C is for another program."""
+def test_top_goes_on_if_ctrl_c_is_ignored() -> None:
+    """A shell starts commands with `&` so: the next Ctrl-C is for another program."""
     start = 'trap "" INT; exec "$@"'
     arguments = ["-m", "kvplan", "top", "--pid", str(os.getpid()), "--interval", "0.1"]
     with subprocess.Popen(
@@ -232,7 +233,7 @@ def test_where_ctrl_c_is_ignored_it_goes_on() -> None:
             running.kill()
 
 
-def test_without_engines_it_says_so() -> None:
+def test_without_engines_a_message_is_printed() -> None:
     assert shown([]).startswith("No engine of this user is running, or none that --cluster and")
 
 
@@ -270,7 +271,7 @@ def test_an_answer_of_another_kind_is_reported(changes: dict[str, Any]) -> None:
     assert "serve.py" in text
 
 
-def test_nothing_that_an_engine_says_commands_the_terminal() -> None:
+def test_answers_of_engines_do_not_command_the_terminal() -> None:
     escape = "\x1b[2J"
     said = document(role=escape, command=[escape], listen_address=escape)
     said["links"][0] |= dict.fromkeys(("state", "transport", "way", "last_error"), escape)
@@ -293,7 +294,7 @@ def test_a_cancelled_transfer_is_not_a_failure() -> None:
 
 @pytest.mark.parametrize(("instance", "rate"), [("ab", 7.0), ("cd", 0.0)])
 def test_a_link_with_a_peer_that_was_restarted_begins_anew(instance: str, rate: float) -> None:
-    """Its counters are another link's; the peer has the same cluster id."""
+    """The counters belong to another link; the peer has the same cluster id."""
 
     def said(seconds: float, **link: Any) -> list[Answer]:
         links = [document()["links"][0] | {"cluster_id": 3}, document()["links"][0] | link]
@@ -304,3 +305,87 @@ def test_a_link_with_a_peer_that_was_restarted_begins_anew(instance: str, rate: 
     other, link = engine.links
     assert (other.operations, other.pulled, other.pushed) == (0, 0, 0)
     assert (link.operations, link.pulled, link.pushed) == (rate, rate, rate)
+
+
+def counted(count: int, nbytes: int, failed: int, fast: int) -> dict[str, Any]:
+    """Return the row of an operation: `fast` of `count` calls took 10 us, the others a second."""
+    statuses = {"LLM_SUCCESS": count - failed - 1, "LLM_CANCELLED": 1, "LLM_TIMEOUT": failed}
+    buckets = [[1e-5, fast], [1.0, count], [None, count]]
+    return {"count": count, "nbytes": nbytes, "statuses": statuses, "buckets": buckets}
+
+
+def said(seconds: float, cluster_id: int, rows: dict[str, Any], *links: Any) -> Answer:
+    document = {
+        "seconds": seconds,
+        "cluster_id": cluster_id,
+        "listen_address": "127.0.0.1:1",
+        "operations": rows,
+        "links": [
+            {
+                "cluster_id": peer,
+                "instance": instance,
+                "operations": operations,
+                "bytes_pulled": pulled,
+                "bytes_pushed": pushed,
+            }
+            for peer, instance, operations, pulled, pushed in links
+        ],
+    }
+    return Answer(50, document, "")
+
+
+def test_each_rate_is_of_its_own_engine_peer_and_kind() -> None:
+    """Two engines of one process; the second look has them in another order."""
+    names = ("pull_blocks", "gather_blocks", "push_cache", "copy_blocks", "swap_blocks", "notify")
+    before = [
+        said(
+            10, 1, {"pull_blocks": counted(5, 1000, 1, 1)}, (7, "a", 3, 100, 10), (8, "b", 1, 1, 1)
+        ),
+        said(20, 2, {}, (7, "c", 0, 0, 0)),
+        Answer(50, None, "no answer"),
+    ]
+    after = [
+        said(25, 2, {"link": counted(50, 0, 40, 0)}, (8, "b", 9, 9, 9), (7, "c", 5, 50, 500)),
+        said(
+            14,
+            1,
+            {name: counted(9 + i, 1000 << i, 2, 9) for i, name in enumerate(names)},
+            (8, "b", 5, 41, 401),
+            (7, "other", 9, 900, 900),
+        ),
+        Answer(51, None, "no answer"),
+        said(99, 3, {"pull": counted(9, 9, 3, 9)}, (7, "c", 5, 50, 500)),
+    ]
+    second, first, third = compared(before, after)
+    assert [engine.document["cluster_id"] for engine in (first, second, third)] == [1, 2, 3]
+    rates = first.rates
+    assert rates.operations == (sum(range(9, 15)) - 5) / 4
+    assert rates.failed == (2 * 6 - 1) / 4
+    assert (rates.pulled, rates.pushed, rates.copied) == (
+        2000 / 4,
+        4000 / 4,
+        (8000 + 16000) / 4,
+    )
+    assert (rates.median_us, rates.slowest_us) == (10.0, 1e6)
+    linked = [(rate.operations, rate.pulled, rate.pushed) for rate in first.links]
+    assert linked == [(1.0, 10.0, 100.0), (0.0, 0.0, 0.0)]
+    rates = second.rates
+    assert (rates.operations, rates.failed) == (10.0, 8.0)
+    assert (rates.pulled, rates.pushed, rates.copied) == (0, 0, 0)
+    assert (rates.median_us, rates.slowest_us) == (None, None)
+    linked = [(rate.operations, rate.pulled, rate.pushed) for rate in second.links]
+    assert linked == [(0.0, 0.0, 0.0), (1.0, 10.0, 100.0)]
+    assert (third.rates.operations, third.rates.failed, len(third.links)) == (0, 0, 1)
+    assert third.links[0].operations == 0
+
+
+@pytest.mark.parametrize(("fast", "slow", "median"), [(5, 5, 10.0), (4, 6, 1e6), (0, 0, None)])
+def test_half_of_the_transfers_took_no_longer_than_the_median(
+    fast: int, slow: int, median: float | None
+) -> None:
+    rows = {"pull": counted(fast + slow, 0, 0, fast)}
+    (engine,) = compared([said(1, 1, {})], [said(2, 1, rows)])
+    assert engine.rates.median_us == median
+    rows["pull"]["buckets"][1][1] = fast  # the others took longer than any bound
+    (engine,) = compared([said(1, 1, {})], [said(2, 1, rows)])
+    assert engine.rates.slowest_us == (float("inf") if slow else median)

@@ -1,4 +1,4 @@
-"""Which tuning a measurement ends with, on machines that are made up, clock and all."""
+"""Results of tuning on simulated machines, which have a clock of their own."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ BUILTIN = Tuning(4, 4 * MIB, 512 << 10)
 
 
 class Machine:
-    """One with a clock of its own, on which a copy takes what `ns` says.
+    """A simulated machine with a clock, on which a copy takes the time that `ns` returns.
 
     Args:
-        ns: of a copy of so many bytes with a tuning.
-        noise: up to so much of that comes on top, at random.
-        share: of the cores is given to the threads.
-        setup_ns: what each measurement takes besides.
+        ns: Time of a copy of so many bytes with a tuning.
+        noise: Bound of a random addition, as a part of the time.
+        share: Part of the cores that the threads get.
+        setup_ns: Additional time of each measurement.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Machine:
 
 
 def usual(cache_nbytes: int = 4 * MIB) -> Callable[[int, Tuning], float]:
-    """As built in: 60 GB/s in the cache, 15 past it, and 25 with stores that bypass it."""
+    """Return the built-in times: 60 GB/s in the cache, 15 beyond, and 25 with bypassing stores."""
 
     def ns(nbytes: int, tuning: Tuning) -> float:
         if nbytes >= tuning.bypass_nbytes:
@@ -71,7 +71,7 @@ def usual(cache_nbytes: int = 4 * MIB) -> Callable[[int, Tuning], float]:
     return ns
 
 
-def test_a_machine_like_those_that_were_measured_is_as_built_in() -> None:
+def test_a_usual_machine_keeps_the_built_in_tuning() -> None:
     found = Machine(usual()).tuned()
     assert (found.tuning, found.sure) == (BUILTIN, True)
     assert all("as built in" in reason for reason in found.reasons)
@@ -102,7 +102,7 @@ def test_a_clearly_faster_tuning_is_used() -> None:
     assert any(reason.startswith("threads: 2, ") for reason in found.reasons)
 
 
-def test_a_little_faster_is_not() -> None:
+def test_a_slightly_faster_tuning_is_not_used() -> None:
     def ns(nbytes: int, tuning: Tuning) -> float:
         return usual()(nbytes, tuning) * (0.92 if tuning.threads == 2 else 1.0)
 
@@ -114,18 +114,19 @@ def test_a_little_faster_is_not() -> None:
     [
         Machine(usual(MIB), share=0.6),  # others have the cores, all the time
         Machine(usual(MIB), noise=9.0),  # or now and then
-        Machine(lambda *copy: 100 * usual(MIB)(*copy)),  # or it is too slow to tell in time
+        # or the machine is too slow to measure in time
+        Machine(lambda *copy: 100 * usual(MIB)(*copy)),
     ],
 )
-def test_a_busy_machine_is_as_built_in_and_says_so(machine: Machine) -> None:
+def test_a_busy_machine_keeps_the_built_in_tuning_with_a_warning(machine: Machine) -> None:
     found = machine.tuned()
     assert (found.tuning, found.sure) == (BUILTIN, False)
     assert "other processes used the machine; the built-in tuning stays" in found.reasons[0]
 
 
 @pytest.mark.parametrize("slower", [1, 4, 20, 1000])
-def test_the_time_is_kept(slower: int) -> None:
-    """Only the copies that are under way when it is over come on top: three in a row."""
+def test_the_time_limit_is_kept(slower: int) -> None:
+    """Only three copies in a row, which are under way at the deadline, add to the time."""
     machine = Machine(lambda *copy: slower * usual()(*copy))
     copy_ms = 3 * slower * usual()(16 * MIB, BUILTIN) / 1e6
     assert machine.tuned().took_ms <= BUDGET_MS + copy_ms + 1

@@ -6,7 +6,7 @@ import pytest
 
 from kvplan.control.auth import ClusterKey
 from kvplan.control.loop import ControlLoop
-from tests.control.conversation import Conversation, ListeningProcess
+from tests.control.conversation import Conversation, ListeningProcess, check_callbacks
 
 
 @pytest.fixture
@@ -37,3 +37,10 @@ def process() -> Iterator[ListeningProcess]:
     process = ListeningProcess()
     yield process
     process.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_callback_failed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Check that no callback of a loop in this process raised: asyncio only logs that."""
+    yield
+    check_callbacks(caplog)

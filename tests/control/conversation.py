@@ -6,6 +6,8 @@ import queue
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
+
 from kvplan.control.auth import ClusterKey, Keys
 from kvplan.control.channel import Channel
 from kvplan.control.connecting import Server, connect
@@ -86,6 +88,13 @@ def call(loop: ControlLoop, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
     return loop.run(run())
+
+
+def check_callbacks(caplog: pytest.LogCaptureFixture) -> None:
+    """Check after a test that no callback of a loop has raised."""
+    records = [record for when in ("setup", "call") for record in caplog.get_records(when)]
+    messages = [record.getMessage() for record in records]
+    assert [message for message in messages if message.startswith("event=exception")] == []
 
 
 class ListeningProcess(Peer):

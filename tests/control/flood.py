@@ -35,8 +35,8 @@ def names() -> dict[str, Any]:
     return {"flood": flood}
 
 
-def flood(address: tuple[str, int], source: str, rate: float, said: bytes) -> None:
-    """Send `said` on each connection and hold the last HELD, until the test sends more."""
+def flood(address: tuple[str, int], source: str, rate: float, opening: bytes) -> None:
+    """Send `opening` on each connection, and hold the last HELD, until the test sends more."""
     held: deque[socket.socket] = deque()
     count, begun = 0, time.monotonic()
     reset = struct.pack("2i", 1, 0)  # a reset frees the port at once
@@ -53,7 +53,7 @@ def flood(address: tuple[str, int], source: str, rate: float, said: bytes) -> No
             connection.setblocking(False)
             connection.connect_ex(address)
             with contextlib.suppress(OSError):
-                connection.send(said)
+                connection.send(opening)
             held.append(connection)
             count += 1
         while len(held) > HELD:

@@ -43,11 +43,11 @@ def refusal(loop: ControlLoop, endpoint: Endpoint, key: ClusterKey | None) -> st
 def test_a_wrong_key_is_refused_at_once(
     loop: ControlLoop, endpoint: Endpoint, far: Recorder
 ) -> None:
-    said = refusal(loop, endpoint, ClusterKey.generate())
-    assert said.startswith(
+    greeted = refusal(loop, endpoint, ClusterKey.generate())
+    assert greeted.startswith(
         f"{endpoint}: authenticate: the peer has disconnected; it may have another"
     )
-    assert said.endswith("give both ends the same kvplan.cluster_key_file")
+    assert greeted.endswith("give both ends the same kvplan.cluster_key_file")
     assert far.heard.empty()
 
 
@@ -94,15 +94,15 @@ def test_a_client_with_only_the_public_key_is_refused(endpoint: Endpoint, far: R
 def test_a_client_without_a_cookie_costs_no_handshake(
     far_loop: ControlLoop, endpoint: Endpoint, far: Recorder, unused: bytes
 ) -> None:
-    """Not even if the whole greeting and the first command of CURVE arrive at once."""
+    """The server checks the cookie even if the first command of CURVE arrives with the greeting."""
     with socket.create_connection((endpoint.host, endpoint.port), timeout=DEADLINE_S) as visitor:
-        said = greeting(encrypted=True, unused=unused)
-        visitor.sendall(said + b"\x04\xc8\x05HELLO" + bytes(194))
+        greeted = greeting(encrypted=True, unused=unused)
+        visitor.sendall(greeted + b"\x04\xc8\x05HELLO" + bytes(194))
         heard = b""
         with suppress(ConnectionResetError):
             while chunk := visitor.recv(1 << 16):
                 heard += chunk
-    assert len(heard) == len(said), "its greeting, and nothing of ZeroMQ"
+    assert len(heard) == len(greeted), "its greeting, and nothing of ZeroMQ"
     assert far_loop.refusals.count == 1
     assert far.heard.empty()
 
@@ -126,11 +126,11 @@ def test_a_recorded_conversation_cannot_be_replayed(
     async def talk() -> object:
         channel = await connect(loop, proxy.endpoint, Recorder(), Keys(KEY), DEADLINE_S)
         answer = await channel.request(Find(12345, 0, 0), DEADLINE_S)
-        channel.close("said")
+        channel.close("greeted")
         return answer
 
     assert loop.run(talk()) == Synced(1)
-    assert [far.next() for _ in range(2)] == [("request", Find(12345, 0, 0)), ("lost", "said")]
+    assert [far.next() for _ in range(2)] == [("request", Find(12345, 0, 0)), ("lost", "greeted")]
     recorded = proxy.finish()
     assert len(recorded) > 500
     address = endpoint.host, endpoint.port
@@ -169,8 +169,8 @@ class TestKeyFile:
         KEY.save(tmp_path / "key")
         monkeypatch.setenv("HOME", str(tmp_path))
         assert ClusterKey.load("~/key") == KEY
-        with pytest.raises(LLMException, match="cluster key ~nobody-of-this-name/key: Could not"):
-            ClusterKey.load("~nobody-of-this-name/key")
+        with pytest.raises(LLMException, match="cluster key ~unknown-user/key: Could not"):
+            ClusterKey.load("~unknown-user/key")
 
     def test_is_never_overwritten(self, tmp_path: Path) -> None:
         path = tmp_path / "key"

@@ -40,7 +40,7 @@ from tests.control.zmtp import Peer, frame
 from tests.support.refusals import refused
 
 
-def said(text: str) -> Failed:
+def notice(text: str) -> Failed:
     """Return a notice that carries a text. Any body can be a notice."""
     return Failed(text, 0)
 
@@ -93,7 +93,7 @@ def test_messages_are_taken_in_the_order_they_were_sent(conversation: Conversati
     async def talk() -> None:
         async with asyncio.TaskGroup() as group:
             for number in range(20):
-                await conversation.channel.notify(said(str(number)))
+                await conversation.channel.notify(notice(str(number)))
                 group.create_task(conversation.channel.request(Find(number, 0, 0), DEADLINE_S))
                 await asyncio.sleep(0)
 
@@ -101,14 +101,14 @@ def test_messages_are_taken_in_the_order_they_were_sent(conversation: Conversati
     expected = [
         step
         for number in range(20)
-        for step in (("notice", said(str(number))), ("request", Find(number, 0, 0)))
+        for step in (("notice", notice(str(number))), ("request", Find(number, 0, 0)))
     ]
     assert [conversation.far.next() for _ in expected] == expected
 
 
 def test_notices_before_a_reply_are_handled_before_it(conversation: Conversation) -> None:
     async def answer(channel: Channel, _body: Body) -> Body:
-        await channel.notify(said("first"))
+        await channel.notify(notice("first"))
         return Released()
 
     conversation.far.answer = answer
@@ -117,7 +117,7 @@ def test_notices_before_a_reply_are_handled_before_it(conversation: Conversation
         await conversation.channel.request(Sync(), DEADLINE_S)
         return list(conversation.near.heard.queue)
 
-    assert conversation.loop.run(ask()) == [("notice", said("first"))]
+    assert conversation.loop.run(ask()) == [("notice", notice("first"))]
 
 
 def test_a_refusal_arrives_with_status_and_reason(conversation: Conversation) -> None:
@@ -186,7 +186,7 @@ def test_requests_without_a_reply_in_time_leave_nothing(conversation: Conversati
 
 def test_a_message_that_is_too_large_is_refused_here(conversation: Conversation) -> None:
     with pytest.raises(LLMException, match="at most 1048576"):
-        conversation.notify(said("x" * MAX_NBYTES))
+        conversation.notify(notice("x" * MAX_NBYTES))
     assert conversation.request(Sync()) == Synced(1)
 
 
@@ -231,7 +231,7 @@ def test_a_slow_reader_delays_the_writer_and_gets_all_in_order(
             began = time.thread_time()
             try:
                 async with asyncio.timeout(0.2):
-                    await conversation.channel.notify(said(f"{number}{text}"))
+                    await conversation.channel.notify(notice(f"{number}{text}"))
             except TimeoutError:
                 spent.append(time.thread_time() - began)
                 held.set()
@@ -242,16 +242,16 @@ def test_a_slow_reader_delays_the_writer_and_gets_all_in_order(
     conversation.far_loop.call_soon(release.wait)  # meanwhile the far loop reads nothing
     sent = conversation.loop.run(fill())
     assert held.is_set()
-    assert spent[0] < 0.05, "whoever waits for room takes no time of the thread"
+    assert spent[0] < 0.05, "a call that waits for room takes no time of the thread"
     release.set()
     for number in range(sent):
-        assert conversation.far.next() == ("notice", said(f"{number}{text}"))
+        assert conversation.far.next() == ("notice", notice(f"{number}{text}"))
 
 
 def test_closing_sends_the_reason_after_all_other_messages(conversation: Conversation) -> None:
-    conversation.notify(said("last words"))
+    conversation.notify(notice("last words"))
     call(conversation.loop, conversation.channel.close, "finalized")
-    assert conversation.far.next() == ("notice", said("last words"))
+    assert conversation.far.next() == ("notice", notice("last words"))
     assert conversation.far.next() == ("lost", "finalized")
     assert conversation.channel.closed
     with pytest.raises(ChannelClosed, match="finalized"):
@@ -266,7 +266,7 @@ def test_the_end_of_a_peer_that_does_not_read_is_seen_at_once(
         with suppress(TimeoutError):
             while True:
                 async with asyncio.timeout(0.2):
-                    await channel.notify(said("x" * 50_000))
+                    await channel.notify(notice("x" * 50_000))
 
     conversation = Conversation(loop, far_loop, None)
     peer = Peer((conversation.server.endpoint.host, conversation.server.endpoint.port))
@@ -376,3 +376,19 @@ def test_each_ping_waits_for_a_message_of_its_own(conversation: Conversation) ->
     finally:
         go_on.set()
     conversation.loop.run(ping_for_long())
+
+
+def test_replies_that_no_request_waits_for_are_ignored(conversation: Conversation) -> None:
+    """A peer may reply twice, or to a number that no request has."""
+    channel = conversation.channel
+
+    async def ask() -> Body:
+        asking = asyncio.create_task(channel.request(Sync(), DEADLINE_S))
+        await asyncio.sleep(0)  # until it waits
+        (number,) = channel._waiting
+        for reply_to in (number + 1, number, number):
+            channel._receive(encode(Released(), reply_to=reply_to))
+        return await asking
+
+    conversation.loop.run(ask())
+    assert conversation.request(Find(0, 0, 0)) == Synced(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import stat
@@ -213,7 +214,7 @@ def test_listening_on_all_addresses_without_a_key_is_logged(
 
 
 def test_a_warning_of_unauthenticated_clients_names_the_caller() -> None:
-    for harmless in ("localhost:0", "[::1]:0", "ipc:///tmp/nobody", "no-such-host.invalid:0"):
+    for harmless in ("localhost:0", "[::1]:0", "ipc:///tmp/unused", "no-such-host.invalid:0"):
         warn_unauthenticated(Endpoint.parse(harmless), stacklevel=1)
     with pytest.warns(
         RuntimeWarning, match=r"without a cluster key: .* read and overwrite .*keygen"
@@ -391,3 +392,51 @@ def test_a_closed_server_ends_its_conversations(conversation: Conversation) -> N
     call(conversation.far_loop, conversation.server.close)
     assert conversation.near.next() == ("lost", "the server is closed")
     assert conversation.server.channels == ()
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".example"])
+def test_a_name_that_no_host_can_have_is_not_resolved(loop: ControlLoop, host: str) -> None:
+    endpoint = Endpoint.parse(f"{host}:26000")
+    assert refusal(loop, endpoint).startswith(f"{endpoint}: resolve: ")
+    with refused(LLMStatusCode.LLM_FAILED, f"cannot listen on {endpoint}: "):
+        listen(loop, str(endpoint))
+    warn_unauthenticated(endpoint, stacklevel=1)
+
+
+def test_an_address_that_never_answers_leaves_time_for_the_next(
+    loop: ControlLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = listen(loop, "127.0.0.1:0")
+    port = server.endpoint.port
+    kind = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
+    found = [(*kind, ("127.0.0.2", port)), (*kind, ("127.0.0.1", port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with ExitStack() as opened:
+        silent = opened.enter_context(socket.create_server(found[0][4], backlog=0))
+        opened.enter_context(socket.create_connection(silent.getsockname()))  # its queue is full
+        endpoint = Endpoint("two.example", port)
+        channel = loop.run(connect(loop, endpoint, Recorder(), Keys(), timeout_s=2))
+        assert loop.run(channel.request(Sync(), DEADLINE_S)) == Synced(1)
+        call(loop, channel.close)
+        call(loop, server.close)
+        assert re.search(
+            r"connect: no answer within \d+ ms; Connection refused$",
+            refusal(loop, endpoint, timeout_s=0.2),
+        )
+
+
+def test_an_address_that_refuses_leaves_its_time_to_the_next(
+    loop: ControlLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = listen(loop, "127.0.0.1:0")
+    port = server.endpoint.port
+    kind = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
+    found = [(*kind, ("127.0.0.2", port)), (*kind, ("127.0.0.1", port))]
+    shares = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    limit = asyncio.timeout
+    monkeypatch.setattr(asyncio, "timeout", lambda s: [shares.append(s), limit(s)][1])
+    channel = loop.run(connect(loop, Endpoint("two.example", port), Recorder(), Keys(), 600))
+    assert 299 < shares[0] <= 300
+    assert 300 < shares[1] <= 600
+    call(loop, channel.close)

@@ -1,4 +1,4 @@
-"""What a connection reads, and its end, for which `wait_closed` waits."""
+"""Frames that a connection reads, and its end, for which `wait_closed` waits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import select
 import socket
 import weakref
 from pathlib import Path
+from typing import cast
 
 import pytest
 import zmq
 
 from kvplan.control.connection import Connection
 from kvplan.control.loop import ControlLoop
+from kvplan.control.zmtp import Stream
 from tests.control.conversation import DEADLINE_S
 from tests.control.zmtp import GREETING, frame, ready
 from tests.support.held import Held
@@ -62,7 +64,7 @@ class Ends:
 
 
 class Unusable(ControlLoop):
-    """Its ZeroMQ sockets can be made, and not connected."""
+    """A loop whose ZeroMQ sockets are closed, so that they cannot connect."""
 
     def new_socket(self, kind: int) -> zmq.Socket[bytes]:
         made = super().new_socket(kind)
@@ -106,7 +108,7 @@ def test_a_connection_that_ends_while_it_opens_leaves_nothing_open(
 
 
 def test_a_connection_that_has_ended_is_not_kept(loop: ControlLoop) -> None:
-    """Neither the loop, which lives as long as its engine, nor a timer keeps it."""
+    """The loop, which lives as long as its engine, must not keep the connection."""
 
     async def end() -> weakref.ref[Connection]:
         ends = Ends(loop)
@@ -158,7 +160,7 @@ def test_a_frame_is_read_though_sending_has_taken_the_signal_of_its_arrival(
 def test_a_connection_has_ended_when_its_last_bytes_have_left_or_are_given_up(
     loop: ControlLoop, reads: bool
 ) -> None:
-    """That holds for both of its streams, the peer's and ZeroMQ's."""
+    """The end waits for both of its streams, the peer's and ZeroMQ's."""
     message = bytes(1 << 20)
 
     async def run() -> None:
@@ -177,3 +179,58 @@ def test_a_connection_has_ended_when_its_last_bytes_have_left_or_are_given_up(
         ends.far.close()
 
     loop.run(run(), timeout_ms=1000 * DEADLINE_S)
+
+
+class Source:
+    """The other side of a relay, which counts how often it is paused and resumed."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+
+@pytest.mark.parametrize("ending", ["close", "end", "abort"])
+@pytest.mark.parametrize("nbytes", [0, 1, 4 << 20], ids=["nothing", "little", "much"])
+def test_how_a_stream_ends_decides_what_is_still_sent(ending: str, nbytes: int) -> None:
+    """Its end is reported once; `end` ends only its output."""
+    content = bytes(range(256)) * (nbytes // 256) or bytes(nbytes)
+
+    async def run() -> None:
+        loop, near_far = asyncio.get_running_loop(), socket.socketpair()
+        for each in near_far:
+            each.setblocking(False)
+        near, far = near_far
+        received, ended, source = bytearray(), list[Exception | None](), Source()
+        stream = Stream(received.extend, ended.append)
+        stream.other = cast(Stream, source)
+        stream.attach(near)
+        stream.write(content)
+        is_held = nbytes > 1 << 20
+        assert source.calls == ["pause"] * is_held
+        getattr(stream, ending)()
+        getattr(stream, ending)()
+        stream.write(b"too late")
+        found = bytearray()
+        while piece := await loop.sock_recv(far, 1 << 20):
+            found += piece
+        assert source.calls == ["pause", "resume"] * is_held
+        assert found == content[: len(found)]
+        assert (len(found) == nbytes) is (ending != "abort" or not is_held)
+        assert stream.connected is (ending == "end")
+        assert ended == [None] * (ending != "end")
+        if ending == "end":
+            await loop.sock_sendall(far, b"answer")
+            far.shutdown(socket.SHUT_WR)
+            while not ended:
+                await asyncio.sleep(0)
+            assert received == b"answer"
+            assert ended == [None]
+        assert near.fileno() == -1
+        far.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))

@@ -9,7 +9,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from random import Random
@@ -20,8 +20,10 @@ import pytest
 from kvnative._packets import LARGEST, take_packets
 from kvplan.control.messages import Notified, Notify
 from kvplan.control.notifying import WINDOW, DirectListener, DirectSender, Notifier, connect
+from kvplan.status import busy
+from tests.support.refusals import refused
 
-NOBODY = 65534
+UNPRIVILEGED = 65534
 DEADLINE_S = 30  # reached only by a test that waits for a socket in vain
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -170,7 +172,7 @@ def test_a_sender_that_ends_has_sent_all_accepted_packets(
     assert taken(receiver) == ([b"before"], False)
 
 
-def test_a_packet_that_is_too_large_ends_it() -> None:
+def test_a_packet_that_is_too_large_ends_the_connection() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         for packet in (b"good", bytes(LARGEST + 1), b"behind"):
@@ -240,7 +242,7 @@ def test_another_user_that_knows_the_name_cannot_notify() -> None:
     listener.close()
     ready, done = os.pipe(), os.pipe()
     if not (child := os.fork()):
-        os.setuid(NOBODY)
+        os.setuid(UNPRIVILEGED)
         impostor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         impostor.bind(name)
         impostor.listen()
@@ -259,10 +261,12 @@ class Receiving:
     """The other end of a control connection, which takes messages on demand."""
 
     def __init__(self) -> None:
+        self.calls: list[asyncio.Task[None]] = []
         self.wire: deque[tuple[Notify, asyncio.Future[Notified]]] = deque()
         self.arrived: list[int] = []
         self.read: list[socket.socket | None] = []  # direct connections to read before messages
         self.is_full = False
+        self.windows: Callable[[], int] = lambda: WINDOW
         self._direct: list[socket.socket] = []
         self._notifier = Notifier(1)
 
@@ -277,12 +281,18 @@ class Receiving:
         if not answer.done():
             answer.set_result(reply)
 
+    def refuse(self) -> None:
+        """Answer that the queue is full."""
+        _, answer = self.wire.popleft()
+        if not answer.done():
+            answer.set_exception(busy("the queue is full"))
+
     def deliver(self, _: int, data: bytes, direct: socket.socket | None) -> int:
         self.read.append(direct)
         if direct is not None:
             self.arrived += map(int, taken(direct)[0])
         self.arrived.append(int(data))
-        return WINDOW
+        return self.windows()
 
     def attach(self, _: int, direct: socket.socket) -> None:
         if self.is_full:
@@ -298,7 +308,7 @@ class Receiving:
 
 
 def test_a_direct_connection_without_room_is_closed_and_forgotten() -> None:
-    """So is the earlier connection, whose descriptor another file may have now."""
+    """The earlier connection is forgotten, too: another file may have its descriptor now."""
     inbox, notifier = Receiving(), Notifier(1)
     listeners = [DirectListener() for _ in range(2)]
     with closing(listeners[0]), closing(listeners[1]):
@@ -316,18 +326,62 @@ def test_a_direct_connection_without_room_is_closed_and_forgotten() -> None:
     assert inbox.read == [None, first, None]
 
 
+async def sent(sender: Notifier, receiving: Receiving) -> Notify:
+    """Send a message, whose answer is missing yet, and return it."""
+    channel: Any = receiving
+    number = len(receiving.wire)
+    receiving.calls.append(asyncio.create_task(sender.send(channel, b"1", 60)))
+    while len(receiving.wire) == number:
+        await asyncio.sleep(0)
+    return receiving.wire[-1][0]
+
+
+def test_the_direct_connection_is_offered_until_an_offer_was_answered() -> None:
+    async def run() -> None:
+        sender, receiving = Notifier(2), Receiving()
+        for _ in range(2):
+            assert (await sent(sender, receiving)).direct is not None
+            receiving.wire.clear()  # lost, and its caller stops waiting
+            receiving.calls.pop().cancel()
+            await asyncio.sleep(0)
+            assert not sender.send_directly(b"2")
+        assert (await sent(sender, receiving)).direct is not None
+        receiving.take()
+        await receiving.calls.pop()
+        assert sender.send_directly(b"3")
+        assert (await sent(sender, receiving)).direct is None
+        assert not sender.send_directly(b"4")  # it would overtake the message
+        receiving.refuse()
+        with refused("LLM_LINK_BUSY", "the queue is full"):
+            await receiving.calls.pop()
+        assert not sender.send_directly(b"5")  # the queue is full
+        await sent(sender, receiving)
+        receiving.take()
+        await receiving.calls.pop()
+        assert sender.send_directly(b"6")
+        sender.end(None)
+        assert not sender.send_directly(b"7")
+        assert (await sent(sender, receiving)).direct is None
+        receiving.calls.pop().cancel()
+        receiving.end()
+        assert receiving.arrived == [1, 3, 1, 6]
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_notifications_arrive_in_the_order_of_the_calls(seed: int) -> None:
-    """That holds for each way, even if callers have stopped waiting."""
+    """The order holds for each way, even if callers have stopped waiting, or the queue is full."""
     random = Random(seed)
 
     async def walk() -> None:
         sender, receiving = Notifier(2), Receiving()
+        receiving.windows = lambda: random.choice((0, 1, 5))
         channel: Any = receiving
         calls: list[asyncio.Task[None]] = []
         num_direct = 0
         for number in range(400):
-            choice = random.choice(("call", "call", "take", "give up"))
+            choice = random.choice(("call", "call", "take", "refuse", "give up"))
             if number < 2:  # its answer makes the direct connection
                 choice = ("call", "take")[number]
             if choice == "call" and sender.send_directly(b"%d" % number):
@@ -336,6 +390,8 @@ def test_notifications_arrive_in_the_order_of_the_calls(seed: int) -> None:
                 calls.append(asyncio.create_task(sender.send(channel, b"%d" % number, 60)))
             elif choice == "take" and receiving.wire:
                 receiving.take()
+            elif choice == "refuse" and receiving.wire:
+                receiving.refuse()
             elif choice == "give up" and calls:
                 calls.pop(random.randrange(len(calls))).cancel()
             for _ in range(3):  # enough iterations until a call waits for an answer, or has one
@@ -351,3 +407,11 @@ def test_notifications_arrive_in_the_order_of_the_calls(seed: int) -> None:
         assert 0 < num_direct < len(receiving.arrived)
 
     asyncio.run(walk())
+
+
+def test_about_50_packets_of_4_kib_fit(ends: tuple[DirectSender, socket.socket]) -> None:
+    """Whatever limit the system has for new sockets; the kernel doubles it for its own use."""
+    own = ends[0]._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    assert own >= 2 * 50 * 4096
+    sent = [ends[0].send(bytes(4096)) for _ in range(50)]
+    assert sent == [True] * 50

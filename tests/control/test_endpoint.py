@@ -17,7 +17,7 @@ from tests.support.refusals import refused
         ("ipc:///run/kvplan.sock", Endpoint(path="/run/kvplan.sock"), True),
     ],
 )
-def test_parses_and_prints_what_users_write(text: str, endpoint: Endpoint, loopback: bool) -> None:
+def test_endpoints_are_parsed_and_printed(text: str, endpoint: Endpoint, loopback: bool) -> None:
     assert Endpoint.parse(text) == endpoint
     assert str(endpoint) == text
     assert endpoint.is_loopback is loopback
@@ -46,6 +46,7 @@ def test_parses_and_prints_what_users_write(text: str, endpoint: Endpoint, loopb
         "ipc://",
         "ipc:///" + "x" * 107,
         "ipc:///a\0b",
+        "ipc:///a\udcff",
     ],
 )
 def test_text_that_is_not_an_endpoint_is_refused_and_shown(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -48,15 +49,23 @@ def test_a_stopped_peer_is_noticed_by_its_silence(
     begun = time.monotonic()
     kind, reason = near.next()
     assert kind == "lost"
-    assert reason.startswith("nothing heard for 0.3")
+    silent = re.fullmatch(r"nothing heard for ([0-9.]+) s", reason)
+    assert silent is not None, reason
+    assert float(silent[1]) >= TIMEOUT_S
     assert time.monotonic() - begun > TIMEOUT_S - INTERVAL_S
 
 
-def test_an_idle_peer_that_answers_pings_lives(loop: ControlLoop, channel: Channel) -> None:
-    timeout_s = 4 * TIMEOUT_S  # a loaded machine may delay the peer for one TIMEOUT_S
-    call(loop, channel.keep_alive, INTERVAL_S, timeout_s)
-    received = channel.last_received
-    loop.run(asyncio.sleep(2 * timeout_s))
+def test_an_idle_peer_that_answers_pings_lives(
+    loop: ControlLoop, process: ListeningProcess
+) -> None:
+    """A loaded machine may delay the peer for longer than the first timeout."""
+    for timeout_s in (3 * TIMEOUT_S, 30 * TIMEOUT_S):
+        channel = loop.run(connect(loop, process.endpoint, Recorder(), Keys(), DEADLINE_S))
+        call(loop, channel.keep_alive, INTERVAL_S, timeout_s)
+        received = channel.last_received
+        loop.run(asyncio.sleep(2 * timeout_s))
+        if not channel.closed:
+            break
     assert not channel.closed
     assert channel.last_received > received + timeout_s
 

@@ -35,7 +35,7 @@ class Victim:
         self.before = process.state()
 
     def peer(self) -> Peer:
-        """A client that stays connected until `hang_up`."""
+        """Return a client that stays connected until `hang_up`."""
         self.peers.append(Peer(self.process.address))
         return self.peers[-1]
 
@@ -96,7 +96,9 @@ def hang_up(victim: Victim) -> Iterator[None]:
 
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(noise=st.binary(max_size=2000), greeted=st.integers(0, 3), cut=st.booleans())
-def test_random_bytes_on_the_port(victim: Victim, noise: bytes, greeted: int, cut: bool) -> None:
+def test_random_bytes_on_the_port_do_no_harm(
+    victim: Victim, noise: bytes, greeted: int, cut: bool
+) -> None:
     peer = victim.peer()
     if greeted == 3:
         peer.shake_hands()
@@ -154,7 +156,7 @@ def test_frames_without_meaning_end_the_conversation(victim: Victim) -> None:
     assert victim.process.state()["refused"] > victim.before["refused"]
 
 
-def test_large_frames_that_are_never_finished(victim: Victim) -> None:
+def test_large_frames_that_are_never_finished_do_no_harm(victim: Victim) -> None:
     peers = [victim.peer() for _ in range(100)]
     for peer in peers:
         peer.shake_hands()
@@ -162,7 +164,7 @@ def test_large_frames_that_are_never_finished(victim: Victim) -> None:
     victim.check()
 
 
-def test_a_peer_that_sends_requests_and_never_reads(victim: Victim) -> None:
+def test_a_peer_that_never_reads_does_no_harm(victim: Victim) -> None:
     peer = victim.peer()
     peer.shake_hands()
     for _ in range(20):
@@ -187,7 +189,7 @@ def test_a_flood_from_one_address_keeps_no_other_out(victim: Victim) -> None:
     victim.check()
 
 
-def test_more_connections_than_there_is_room_for(victim: Victim) -> None:
+def test_more_connections_than_allowed_are_dropped(victim: Victim) -> None:
     beginnings = [b"", GREETING[:10], GREETING, GREETING + ready()]
     for number in range(1500):
         victim.peer().send(beginnings[number % len(beginnings)])
@@ -214,7 +216,7 @@ def test_many_refusals_at_a_time_are_logged_once(caplog: pytest.LogCaptureFixtur
     refusals = RefusalLog()
     with caplog.at_level("WARNING", "kvplan.control"):
         for _ in range(5):
-            refusals.note("somebody", "no reason")
-    (line,) = [message for message in caplog.messages if "event=refused peer=somebody" in message]
+            refusals.note("visitor", "no reason")
+    (line,) = [message for message in caplog.messages if "event=refused peer=visitor" in message]
     assert "unlogged" not in line
     assert refusals.count == 5

@@ -11,19 +11,21 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from kvplan.control.auth import Keys
+from kvplan.control.auth import COOKIE_NBYTES, Keys
 from kvplan.control.channel import Channel
-from kvplan.control.connecting import PENDING_S, Server, connect
+from kvplan.control.connecting import MAX_PENDING, PENDING_S, Server, connect
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Notified, Notify, Sync, Synced
 from kvplan.control.notifying import Notifier
 from kvplan.control.pending_connections import PendingConnection, PendingConnections
+from kvplan.control.zmtp import greeting
 from tests.control.conversation import DEADLINE_S, LOCAL, Recorder, call
 
 OLD_S = PENDING_S + 1
@@ -180,7 +182,7 @@ def test_a_connection_too_many_takes_the_place_of_another_one(in_places: Any, bo
             assert newest in places.pending._all()
             assert places.pending._count == len(places.pending._all()) == min(number + 1, 3)
         assert len(places.dropped) == (0 if bound else 27)
-        assert places.refused == [] if bound else ["too many pending connections"] * 27
+        assert places.refused == ([] if bound else ["too many pending connections"] * 27)
 
     in_places(3, check)
 
@@ -221,7 +223,7 @@ class Offers:
 def test_a_direct_connection_is_offered_until_the_offer_is_answered(
     loop: ControlLoop, error: BaseException | None
 ) -> None:
-    """That holds for each error. After the end no connection is offered."""
+    """An offer is repeated after every error, and not made after the end."""
     notifier, channel = Notifier(7), Offers(error, error, None, None, None)
 
     async def send() -> None:
@@ -237,3 +239,134 @@ def test_a_direct_connection_is_offered_until_the_offer_is_answered(
     call(loop, ended.end, None)
     loop.run(ended.send(cast(Channel, late), b"x", DEADLINE_S))
     assert late.offered == [False]
+
+
+def test_a_sweep_ends_connections_that_began_no_conversation_in_time(loop: ControlLoop) -> None:
+    server = listen(loop, LOCAL)
+    near = [socket.create_connection((server.endpoint.host, server.endpoint.port)) for _ in "123"]
+
+    def pending() -> list[PendingConnection]:
+        return server._pending._all()
+
+    for client in near:
+        client.settimeout(DEADLINE_S)
+        assert client.recv(1) == b"\xff"
+    for connection in pending()[:2]:
+        connection.since -= OLD_S
+    call(loop, server._sweep)
+    assert len(pending()) == 1
+    call(loop, server.close)
+    assert pending() == []
+    for client in near:
+        client.close()
+
+
+@pytest.mark.parametrize("files", [800, 10_000])
+def test_pending_connections_take_half_of_the_descriptors_at_most(
+    loop: ControlLoop, files: int
+) -> None:
+    """A conversation takes 4 of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < files:
+        pytest.skip("the system allows fewer files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    try:
+        server = listen(loop, LOCAL)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert server._pending._limit == min(files // 2 // 4, MAX_PENDING)
+    call(loop, server.close)
+
+
+class TestWalk:
+    """Pending connections after each of many random events, compared with a list of them."""
+
+    LIMIT = 6
+
+    def test_each_place_has_one_owner_and_none_is_left(self, loop: ControlLoop) -> None:
+        num_opened = [call(loop, self.walk, Random(seed)) for seed in range(20)]
+        assert sum(num_opened) > 20
+
+    def walk(self, random: Random) -> int:
+        self.refused: list[str] = []
+        self.opened: list[PendingConnection] = []
+        refusals: Any = SimpleNamespace(note=lambda peer, reason: self.refused.append(reason))
+        pending = PendingConnections(self.LIMIT, self.open, refusals)
+        held: list[PendingConnection] = []
+        far: dict[PendingConnection, socket.socket] = {}
+        for _ in range(60):
+            event = random.choice(("add", "add", "greet", "end", "sweep", "link", "leave"))
+            one = random.choice(held) if held else None
+            crowd = {
+                source: [each for each in held if each.source == source]
+                for source in {each.source for each in held}
+            }
+            if event == "add":
+                ends = socket.socketpair()
+                ends[0].setblocking(False)
+                host = random.choice(("10.0.0.1", "10.0.0.2", "2001:db8::1"))
+                new = PendingConnection(ends[0], (host, 7, 0, 0), None)
+                far[new] = ends[1]
+                held.append(new)
+                crowd.setdefault(new.source, []).append(new)
+                pending.add(new)
+                if len(held) > self.LIMIT:  # one of the largest crowd, and never its newest
+                    (gone,) = [each for each in held if each not in pending._all()]
+                    largest = max(map(len, crowd.values()))
+                    assert len(crowd[gone.source]) == largest
+                    assert gone is not new or largest == 1
+                    held.remove(gone)
+                    assert self.refused.pop() == "too many pending connections"
+            elif one is None:
+                continue
+            elif event == "greet" and not one.validator.greeted:
+                far[one].send(greeting(encrypted=False, unused=bytes(COOKIE_NBYTES)))
+                pending._read(one)
+                assert one.validator.greeted
+            elif event == "end" and not one.validator.greeted:
+                far[one].close()
+                pending._read(one)
+                held.remove(one)
+            elif event == "sweep":
+                pending.sweep(one.since)
+                old = [each for each in held if each.channel is None and each.since < one.since]
+                assert self.refused == ["no handshake in time"] * len(old)
+                self.refused.clear()
+                linked = [each for each in held if each.channel and each.channel.bound]
+                held = [each for each in held if each not in (*old, *linked)]
+            elif event == "link" and one.validator.greeted:
+                if one.channel is None:
+                    pending._open_next()
+                    one = self.opened[-1]
+                cast(Any, one.channel).bound = random.choice((None, "a link"))
+            elif event == "leave":
+                pending.remove(one)
+                pending.remove(one)  # by its sweep, and by its channel
+                held.remove(one)
+            self.check(pending, held)
+        for one in held:
+            pending.remove(one)
+        self.check(pending, [])
+        for one, end in far.items():
+            end.close()
+            if one.socket.fileno() >= 0:
+                asyncio.get_running_loop().remove_reader(one.socket)
+                one.socket.close()
+        return len(self.opened)
+
+    def open(self, connection: PendingConnection) -> Channel:
+        assert connection.validator.greeted
+        self.opened.append(connection)
+        return cast(Channel, SimpleNamespace(bound=None, drop=lambda _: None))
+
+    def check(self, pending: PendingConnections, held: list[PendingConnection]) -> None:
+        assert self.refused == []
+        assert pending._count == len(held)
+        by_source: dict[str, list[PendingConnection]] = {}
+        waiting: dict[str, set[PendingConnection]] = {}
+        for connection in held:
+            by_source.setdefault(connection.source, []).append(connection)
+            if connection.validator.greeted and connection.channel is None:
+                waiting.setdefault(connection.source, set()).add(connection)
+        assert pending._by_source == by_source
+        assert {source: {*group} for source, group in pending._waiting.items()} == waiting

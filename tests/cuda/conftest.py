@@ -28,14 +28,14 @@ __all__ = [
 ]
 
 
-COLUMNS_NBYTES = 8192 * 28  # of the descriptors of a launch
+COLUMNS_NBYTES = 8192 * 28  # bytes of a launch's descriptors
 
 
 @pytest.fixture
 def machine(cuda_simulator: CudaControls, request: pytest.FixtureRequest) -> Iterator[Machine]:
-    """The simulated device, linked by local, or another: for fixtures of tests/datadist."""
+    """Controls of the simulated device of a machine kind, for fixtures of tests/datadist."""
     machine = machine_of(getattr(request, "param", "cuda"), cluster_id=2)
-    before = machine.left()  # of a test that failed
+    before = machine.left()  # what an earlier failed test has left
     yield machine
     gc.collect()
     check_nothing_left(machine.left, before)
@@ -43,9 +43,9 @@ def machine(cuda_simulator: CudaControls, request: pytest.FixtureRequest) -> Ite
 
 @pytest.fixture
 def device(cuda_simulator: CudaControls) -> Iterator[Device]:
-    """Number 3 of eight, in its primary context; nothing may be left but what it has for itself.
+    """Device 3 of eight in its primary context. A test that leaks resources fails.
 
-    That goes with the device, which pytest still holds.
+    Resources that the device keeps are freed with the device, which pytest still references.
     """
     device = CudaLibrary.load().device(3)
     yield device
@@ -58,7 +58,7 @@ PAGES = 3  # of control words
 
 
 def besides_launches(left: dict[str, int]) -> dict[str, int]:
-    """Less what a device keeps as long as it is there: its kernel, and what launches read."""
+    """Return the leaks other than a device's kernel and the memory that launches read."""
     columns = left.get("device_bytes", 0) // COLUMNS_NBYTES
     kept = {"modules": 1, "pinned": PAGES + columns, "device_bytes": columns * COLUMNS_NBYTES}
     return {kind: count for kind, count in left.items() if count > kept.get(kind, 0)}
@@ -66,7 +66,7 @@ def besides_launches(left: dict[str, int]) -> dict[str, int]:
 
 @pytest.fixture
 def side(cuda_simulator: CudaControls) -> Iterator[Side]:
-    """This process, on device 0; nothing may be left."""
+    """This process on device 0. A test that leaks resources fails."""
     side = Side(0)
     yield side
     assert side.close() == {}
@@ -74,7 +74,7 @@ def side(cuda_simulator: CudaControls) -> Iterator[Side]:
 
 @pytest.fixture(scope="module")
 def process_of_other() -> Iterator[list[Other]]:
-    """A process that tests leave as it was; to start one takes longer than most of them."""
+    """A process that tests reuse; starting one takes longer than most tests."""
     kept: list[Other] = []
     yield kept
     for item in kept:
@@ -83,7 +83,7 @@ def process_of_other() -> Iterator[list[Other]]:
 
 @pytest.fixture
 def other(cuda_simulator: CudaControls, process_of_other: list[Other]) -> Iterator[Other]:
-    """The owner of memory, on device 0 too; nothing may be left there."""
+    """The owner of memory, on device 0, too. A test that leaks resources there fails."""
     if process_of_other and not process_of_other[0].dead:
         other = process_of_other[0]
         other.run("side = Side(0)")

@@ -1,4 +1,4 @@
-"""Engines on a simulated CUDA device each, linked over TCP, or by local on this host."""
+"""Engines on a simulated CUDA device each, linked over TCP or by transport local."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from tests.cuda_sim.simulator import controls
 
 
 class OnCudaOverTcp(OnDeviceOverTcp):
-    """The same engines as on Ascend devices."""
+    """The engines of Ascend devices, on CUDA devices."""
 
     accelerator = "cuda"
 
 
 class OnCuda(OnDevice):
-    """Those, linked by what is preferred."""
+    """Engines that are linked by the preferred transport."""
 
     accelerator = "cuda"
 
 
 class SimulatedCudaOverTcp(SimulatedAscend):
-    """Devices that the stand-in for CUDA's driver stands in for."""
+    """Devices of the stand-in for CUDA's driver, over TCP."""
 
     name = "cuda_tcp"
     transport = "tcp"
@@ -32,7 +32,7 @@ class SimulatedCudaOverTcp(SimulatedAscend):
 
 
 class SimulatedCuda(SimulatedCudaOverTcp):
-    """Those of one host, whose memory peers map."""
+    """Devices of one host, whose memory peers map."""
 
     name = "cuda"
     transport = "local"

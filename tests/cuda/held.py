@@ -13,12 +13,12 @@ from tests.device.compute import Compute, handle_of
 LAUNCH, SINGLE, MODULE = "cuLaunchKernel", "cuMemcpyAsync", "cuModuleLoadDataEx"
 
 
-def taken(device: Device, compute: Compute) -> Gate:
+def take_point(device: Device, compute: Compute) -> Gate:
     return device.take_event(handle_of(compute.event()))
 
 
 def begin(executor: Executor, case: Case, after: Gate, log: Log, launches: int = 1) -> Task:
-    """Submit it; on return so many of its launches are on a stream, and wait there."""
+    """Submit a case; return when its launches are on a stream and wait there."""
     log.restart()
     task = executor.submit(case.descriptors, after=after)
     wait_until(lambda: len(log.calls(LAUNCH)) >= launches)

@@ -1,4 +1,4 @@
-"""The copy kernel, compiled for the host: launched with descriptors over memory of this process."""
+"""The copy kernel, compiled for the host, with descriptors over memory of this process."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ PIECE = 4096
 LOOK = 256 << 10
 WARPS = 8
 NEVER = 2**64 - 1
-# Not the host's addresses: what is not translated is seen. Multiples of 256, as all memory is.
+# These differ from the host's addresses, so an address without translation is detected. They are
+# multiples of 256, like all device memory.
 DST, SRC = 0x7F00_0000_0000, 0x7E00_0000_0000
 
 U64 = ctypes.c_ulonglong
 
 
 class Control(ctypes.Structure):
-    """`kvn_copy_control`."""
+    """The struct `kvn_copy_control`."""
 
     _fields_ = [("begun", ctypes.c_uint), ("stop", ctypes.c_uint), ("reserved", ctypes.c_uint * 14)]
 
 
 class Work(ctypes.Structure):
-    """`kvn_copy_work`."""
+    """The struct `kvn_copy_work`."""
 
     _fields_ = [
         ("control", ctypes.POINTER(Control)),
@@ -53,7 +54,7 @@ class Work(ctypes.Structure):
 
 
 class Few(ctypes.Structure):
-    """`kvn_copy_few`."""
+    """The struct `kvn_copy_few`."""
 
     _fields_ = [
         ("work", Work),
@@ -63,7 +64,7 @@ class Few(ctypes.Structure):
 
 
 class Many(ctypes.Structure):
-    """`kvn_copy_many`."""
+    """The struct `kvn_copy_many`."""
 
     _fields_ = [
         ("work", Work),
@@ -74,7 +75,7 @@ class Many(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Compile it, unless that was done before."""
+    """Compile the kernel unless that was done before, and load it."""
     source = ROOT / "tests/cuda/kernel_host.cc"
     content = b"\0".join(
         [repr(FLAGS).encode(), *(source.read_bytes() for source in (*SOURCES, source))]
@@ -96,14 +97,14 @@ def library() -> ctypes.CDLL:
 
 
 class Descriptors:
-    """(dst, src, nbytes) each, as offsets in the memory of both sides."""
+    """Descriptors (dst, src, nbytes), as offsets in the memory of both sides."""
 
     def __init__(self, rows: Sequence[tuple[int, int, int]]) -> None:
         self.rows = list(rows)
         self.control = Control()
 
     def expected(self, dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """What the destination is afterwards, by NumPy."""
+        """Return the destination after the copies, computed by NumPy."""
         expected = dst.copy()
         for to, at, nbytes in self.rows:
             expected[to : to + nbytes] = src[at : at + nbytes]
@@ -119,10 +120,10 @@ class Descriptors:
         alike: bool = False,
         stop_at: int = NEVER,
     ) -> int:
-        """Run the kernel; the bytes that it has stored.
+        """Run the kernel, and return the number of bytes that it has stored.
 
         Raises:
-            AssertionError: it has touched what no descriptor has.
+            AssertionError: the kernel has used bytes outside of all descriptors.
         """
         item = library()
         marks = np.zeros(dst.size, np.uint8), np.zeros(src.size, np.uint8)

@@ -1,4 +1,4 @@
-/* The copy kernel as C++ of the host, with a check of each access: what the tests call. */
+/* The copy kernel as C++ for the host, with a check of each access: the functions that tests call. */
 #include <cstring>
 
 #include "cuda/copy.cu"
@@ -7,18 +7,18 @@ thread_local unsigned kvn_cuda_block, kvn_cuda_num_blocks;
 
 namespace
 {
-/* One side's memory: device address `first` is `bytes`, of which `marked` says what may be touched. */
+/* Memory of one side: device address `first` is `bytes`, and `marked` says which bytes may be accessed. */
 struct side {
     kvn_copy_word first, nbytes;
     unsigned char *bytes;
     const unsigned char *marked;
 };
 struct side sides[2]; /* loads, stores */
-/* The columns of descriptors: at the host's addresses. */
+/* The columns of descriptors, at host addresses. */
 struct column {
     kvn_copy_word first, nbytes;
 } columns[4];
-kvn_copy_word wrong;  /* the first access that was refused; 0: none */
+kvn_copy_word wrong;  /* the first access that was refused, or 0 */
 kvn_copy_word moved, stop_at;
 kvn_copy_control *control;
 unsigned char scratch[16];
@@ -50,8 +50,8 @@ extern "C" void kvn_host_side(int is_store, kvn_copy_word first, kvn_copy_word n
     sides[is_store] = {first, nbytes, bytes, marked};
 }
 
-/* Launches with so many blocks, one after another. The stop word is set when `stop` bytes were stored. Returns
- * the bytes that were stored; *refused is the first address that no access may have. */
+/* Launches blocks one after another. The stop word is set once `stop` bytes are stored. Returns the number
+ * of stored bytes; *refused is the first address of a forbidden access. */
 extern "C" kvn_copy_word kvn_host_launch(const kvn_copy_few *few, const kvn_copy_many *many, unsigned blocks,
                                          kvn_copy_word stop, kvn_copy_word *refused)
 {

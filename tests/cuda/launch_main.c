@@ -1,4 +1,4 @@
-/* Checks of what is known of a stream after its end, with a driver whose work is done at once. */
+/* Checks of a stream's resources after its end, with a driver that finishes work at once. */
 #include "cuda/launch.c"
 
 #include "check.h"
@@ -40,7 +40,8 @@ static CUresult destroy(CUstream stream)
     return KVN_CUDA_OK;
 }
 
-/* The driver gives its handle to the next stream, which has nothing of it; nor is memory of its launches lost. */
+/* The driver reuses the handle for the next stream, which inherits nothing. No memory of launches is
+ * leaked. */
 static void dropped_stream(void)
 {
     static const kvn_cuda_library library = {.calls = {.cuMemHostAlloc = allocate_host,

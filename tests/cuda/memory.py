@@ -1,4 +1,4 @@
-"""A program beside kvplan in the same process, which allocates as a framework does."""
+"""A program beside kvplan in the same process, which allocates like a framework."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from kvplan.device.cuda import CudaDevice
 
 
 class Program:
-    """Memory of cuMemAlloc in the device's primary context.
-
-    Nothing is left of it after `close`.
-    """
+    """Memory of cuMemAlloc in the device's primary context, until `close`."""
 
     def __init__(self, device_id: int = 0) -> None:
         self._device = CudaDevice(device_id)
@@ -23,7 +20,7 @@ class Program:
         self._allocated: set[int] = set()
 
     def allocate(self, count: int, nbytes: int) -> list[int]:
-        """So many allocations."""
+        """Return the addresses of new allocations."""
         self.driver.use()
         addresses = [self.driver.allocate(nbytes) for _ in range(count)]
         self._allocated.update(addresses)
@@ -36,7 +33,7 @@ class Program:
             self.driver.free(address)
 
     def write(self, addresses: Sequence[int], arrays: NDArray[np.generic]) -> None:
-        """An array to each."""
+        """Write an array to each address."""
         self.driver.use()
         for address, array in zip(addresses, arrays, strict=True):
             self.driver.write(address, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
@@ -44,7 +41,7 @@ class Program:
     def read(
         self, addresses: Sequence[int], shape: tuple[int, ...], dtype: DTypeLike
     ) -> NDArray[np.generic]:
-        """What is there, as one array."""
+        """Return the content of all addresses as one array."""
         self.driver.use()
         found = np.empty(shape, dtype)
         for address, array in zip(addresses, found, strict=True):

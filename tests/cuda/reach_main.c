@@ -1,4 +1,4 @@
-/* Checks of which memory the copy kernel may be given, with a driver that says what a check says. */
+/* Checks of the memory that the copy kernel may use, with a driver that answers as a check requires. */
 #include "cuda/reach.c"
 
 #include "check.h"
@@ -42,7 +42,7 @@ static void begin(void)
     library.calls.cuPointerGetAttributes = know_no_pool;
 }
 
-/* A kernel writes as well as it reads: what this device may only read is copied by the driver. */
+/* The kernel reads and writes, so the driver copies memory that this device may only read. */
 static void mapped_access(void)
 {
     static const struct {
@@ -53,7 +53,7 @@ static void mapped_access(void)
         {0, KVN_CUDA_OK, KVN_CUDA_UNMAPPED},
         {1, KVN_CUDA_OK, KVN_CUDA_COPIED}, /* CU_MEM_ACCESS_FLAGS_PROT_READ */
         {KVN_CUDA_ACCESS_READ_WRITE, KVN_CUDA_OK, KVN_CUDA_REACHED},
-        {KVN_CUDA_ACCESS_READ_WRITE, KVN_CUDA_OK + 1, KVN_CUDA_COPIED}, /* it does not say */
+        {KVN_CUDA_ACCESS_READ_WRITE, KVN_CUDA_OK + 1, KVN_CUDA_COPIED}, /* access unknown */
     };
 
     begin();
@@ -64,7 +64,7 @@ static void mapped_access(void)
     }
 }
 
-/* Memory of another GPU is reached where that GPU's context has peer access here, and nowhere else. */
+/* Memory of another GPU is reachable only if that GPU's context has peer access here. */
 static void other_gpus(void)
 {
     static int ours, peers, strangers;
@@ -87,7 +87,7 @@ static void other_gpus(void)
     CHECK(judge(&device, ADDRESS, &of_peer).reach == KVN_CUDA_UNMAPPED);
 }
 
-/* A context is reached as long as any import of it is there, whichever goes first, and however often it came. */
+/* A context is reachable as long as it has an import, in any order of ends, and for any number of imports. */
 static void several_users(void)
 {
     enum { CONTEXTS = 3, STEPS = 400 };
@@ -116,11 +116,11 @@ enum { KNOWN_PIECES = 2 };
 
 static unsigned num_asked, known_type;
 
-/* Adjacent mappings without a context, as of torch's expandable segments, and nothing behind the last one. */
+/* Adjacent mappings without a context, like torch's expandable segments, and nothing behind the last one. */
 static CUresult know_pieces(unsigned count, int *asked, void **values, CUdeviceptr address)
 {
     if (count == 1)
-        return KVN_CUDA_OK + 1; /* of no pool */
+        return KVN_CUDA_OK + 1; /* outside of all pools */
     num_asked++;
     CHECK(asked[0] == KVN_CUDA_POINTER_MEMORY_TYPE && asked[5] == KVN_CUDA_POINTER_RANGE_START);
     *(unsigned *)values[0] = address < ADDRESS + KNOWN_PIECES * NBYTES ? known_type : 0;
@@ -134,7 +134,7 @@ static CUresult say_piece(CUdeviceptr *start, size_t *nbytes, CUdeviceptr addres
     return KVN_CUDA_OK;
 }
 
-/* Every piece counts, also behind one that only the driver's copies reach: they would fail in a hole, and end the
+/* Each piece is checked, also behind one that only the driver can copy: a copy into a hole loses the
  * context. */
 static void least_of_all_pieces(void)
 {
@@ -160,7 +160,7 @@ static void least_of_all_pieces(void)
     }
 }
 
-/* A driver that names no range is not asked for each byte. */
+/* A driver that reports no range is not queried for each byte. */
 static void asked_once_without_a_range(void)
 {
     kvn_cuda_ranges ranges = {.device = &device};
@@ -182,7 +182,8 @@ static kvn_cuda_watch *watch_of(uint64_t first, uint64_t last, uint64_t id)
     return watch;
 }
 
-/* A new registration of other memory ends an old one of which it has any byte: at its begin, at its end, inside. */
+/* A new registration of other memory ends each old one that it overlaps: at its begin, at its end, or
+ * inside. */
 static void registered_again(void)
 {
     static const struct {

@@ -1,7 +1,7 @@
-"""One of two processes that reach each other's GPU memory by transport local.
+"""A process that reaches another one's GPU memory by transport local, and offers its own.
 
-As a peer's module it has one `side`. Memory is kvplan's own, which is exported by a descriptor, or
-the program's, of cuMemAlloc, as torch and CuPy have it.
+As a peer's module it provides one `side`. Memory is either kvplan's own, which is exported as a
+descriptor, or the program's, allocated by cuMemAlloc as torch and CuPy do.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Whose = Literal["kvplan", "program"]
 
 
 def pattern(seed: int, nbytes: int = NBYTES) -> NDArray[np.uint8]:
-    """Bytes that both processes can make."""
+    """Return bytes that both processes can compute."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
@@ -59,14 +59,14 @@ PUSH = kvplan.plan(Transfer(Rows(desc(), [1, 6, 0]), Rows(desc(), [0, 3, 7])), l
 
 
 def expected(seed: int) -> np.ndarray:
-    """What `PULL` and `PUSH` make of zeros."""
+    """Return the blocks of `PULL` or `PUSH` into zeros."""
     made = np.zeros((BLOCKS, BLOCK), np.uint8)
     made[[0, 3, 7]] = blocks(pattern(seed))[[1, 6, 0]]
     return made
 
 
 class Side:
-    """A device, a transport that shares its memory, and a program that has memory there too.
+    """A device, a transport that shares its memory, and a program that has memory there, too.
 
     Args:
         device_id: number of the device.
@@ -96,7 +96,7 @@ class Side:
         self.program.ok("cuCtxSetCurrent", self._context)
 
     def allocate(self, whose: Whose, seed: int, nbytes: int = NBYTES) -> int:
-        """New memory with that pattern in it."""
+        """Return new memory that is filled with a pattern."""
         if whose == "kvplan":
             buffer = self.device.allocate(nbytes)
             address = buffer.address
@@ -116,7 +116,7 @@ class Side:
         writable: bool = True,
         part: tuple[int, int] | None = None,
     ) -> int:
-        """As `allocate`, and peers may reach it, or that part (offset, nbytes) of it."""
+        """Allocate memory, and let peers reach all of it or a part (offset, nbytes)."""
         address = self.allocate(whose, seed, nbytes)
         offset, size = part or (0, nbytes)
         self.register(address + offset, size, self._buffers.get(address), writable=writable)
@@ -134,10 +134,10 @@ class Side:
         self._registered[address] = self.transport.register(memory, writable=writable)
 
     def expandable(self, pieces: Sequence[bool] = (False,)) -> int:
-        """Memory as torch's expandable segments have it, in pieces of a granule, side by side.
+        """Return memory of several adjacent pieces of a granule, like torch's expandable segments.
 
         Args:
-            pieces: of each piece, whether another process may map it.
+            pieces: for each piece, True if another process may map it.
         """
         nbytes = len(pieces) * GRANULE
         address = self.program.made("cuMemAddressReserve", nbytes, 0, 0, 0)
@@ -167,7 +167,7 @@ class Side:
         self._links.append(self.transport.connect(metadata, session=SESSION))
 
     def spare_descriptors(self, count: int | None) -> None:
-        """Leave this process so many that it can open; None: as many as before."""
+        """Limit the number of descriptors that this process can open; None lifts the limit."""
         self._few.close()
         if count is not None:
             self._few.enter_context(spare_descriptors(count))
@@ -184,19 +184,19 @@ class Side:
         return found.tobytes()
 
     def deregister(self, address: int) -> list[str]:
-        """End what `offer` registered; returns what is logged."""
+        """End a registration of `offer`; return the logged messages."""
         before = len(self._messages)
         self.transport.deregister(self._registered.pop(address))
         return self._messages[before:]
 
     def free(self, address: int) -> None:
-        """Give it back; what is kvplan's goes when nothing uses it any more."""
+        """Free memory. Memory of kvplan is freed when its last user has ended."""
         if self._buffers.pop(address, None) is None:
             self._programs.remove(address)
             self.program.ok("cuMemFree_v2", address)
 
     def local(self, address: int, nbytes: int = NBYTES) -> DeviceMemory:
-        """Memory of this side, as a side of a transfer."""
+        """Return memory of this side as a side of a transfer."""
         buffer = self._buffers.get(address)
         return DeviceMemory.from_addresses(
             self.device, desc(nbytes=nbytes), [address], owner=buffer or self
@@ -207,7 +207,7 @@ class Side:
         return len(list(Path("/proc/self/fd").iterdir()))
 
     def end(self) -> None:
-        """Give all back."""
+        """Free all memory."""
         logging.getLogger("kvplan").removeHandler(self._handler)
         while self._links:
             self._links.pop().close()
@@ -224,12 +224,12 @@ class Side:
         self.program.ok("cuCtxSetCurrent", None)
 
     def close(self) -> dict[str, Any]:
-        """End all; returns what more there is than before, and a violation of CUDA's rules."""
+        """End everything; return the leaks and the violation of CUDA's rules, if any."""
         self.end()
         left, violations = self._before
         found: dict[str, Any] = {}
         deadline = time.monotonic() + DEADLINE_S
-        while time.monotonic() < deadline:  # what a peer used too long is let go of soon
+        while time.monotonic() < deadline:  # memory that a peer has used for long is released soon
             found = {name: n for name, n in controls().left().items() if n > left.get(name, 0)}
             if not found:
                 break
@@ -246,16 +246,16 @@ def zeros(side: Side) -> int:
 
 
 def names(device_id: str) -> dict[str, Any]:
-    """One side, and what makes more of them."""
+    """Return the names of a peer: a side, and functions that make more of them."""
     return {"side": Side(int(device_id)), "Side": Side}
 
 
 class Other(Peer):
-    """The other process, whose `side` is on that device.
+    """The other process, whose `side` is on a device.
 
     Args:
-        device_id: its number there.
-        environment: variables that it has besides those of this process.
+        device_id: the device's number in that process.
+        environment: variables of that process besides those of this one.
     """
 
     module = "tests.cuda.side"
@@ -264,12 +264,12 @@ class Other(Peer):
         super().__init__(str(device_id), environment={**os.environ, **environment})
 
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        """What that method of its side returns."""
+        """Call a method of the other process's side; return its result."""
         self.start(method, *arguments, **keywords)
         return self.answer()
 
     def start(self, method: str, *arguments: Any, **keywords: Any) -> None:
-        """As `call`, without waiting: `answer` must follow."""
+        """Begin a call without waiting; `answer` must follow."""
         self.send(
             f"result = side.{method}(*arguments, **keywords)",
             arguments=arguments,

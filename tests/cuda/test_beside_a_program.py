@@ -1,7 +1,7 @@
-"""What a program does with the same driver, and how kvplan keeps out of its way.
+"""Tests that kvplan does not interfere with a program that uses the same driver.
 
-It captures streams into graphs, has memory of kinds that a kernel must not be given, and leaves the
-GPU no memory.
+The program captures streams into graphs, has memory that a kernel must not use, and fills the GPU's
+memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WRITE_COMBINED = 4
 
 @pytest.fixture
 def program(cuda_simulator: CudaControls) -> Iterator[Cuda]:
-    """In the primary context of device 3, on this thread."""
+    """A program with the primary context of device 3, on this thread."""
     cuda = Cuda()
     cuda.ok("cuInit", 0)
     cuda.primary(3)
@@ -47,7 +47,7 @@ def program(cuda_simulator: CudaControls) -> Iterator[Cuda]:
 
 @pytest.fixture
 def capture(cuda_simulator: CudaControls) -> Iterator[Callable[[], None]]:
-    """Another thread of the program captures a stream, until this is called."""
+    """A capture in another thread of the program, until the fixture's function is called."""
     cuda_simulator.set("cuda_capture", 1)
     yield lambda: cuda_simulator.set("cuda_capture", 0)
     cuda_simulator.set("cuda_capture", 0)
@@ -71,21 +71,21 @@ def moved(device: Device, direction: str, dst: list[int], src: list[int], nbytes
 
 
 def mode_of(program: Cuda) -> int:
-    """Of this thread; it is set to the default."""
+    """Return the capture mode of this thread, and reset it to the default."""
     mode = ctypes.c_int(GLOBAL)
     program.ok("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
     return mode.value
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_nothing_spoils_a_capture(
+def test_calls_of_kvplan_keep_captures_valid(
     device: Device,
     cuda_simulator: CudaControls,
     program: Cuda,
     capture: Callable[[], None],
     direction: str,
 ) -> None:
-    """A violation of the stand-in's would fail the test."""
+    """The stand-in would report a violation, which fails the test."""
     case = between(device, cuda_simulator, direction, [100] * 300)
     run(Executor(device.backend(direction)), case)
     pages = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
@@ -96,22 +96,25 @@ def test_nothing_spoils_a_capture(
     assert mode_of(program) == GLOBAL
     del case
     capture()
-    device.allocate(1)  # what was freed meanwhile goes
+    device.allocate(1)  # frees the memory that was released meanwhile
 
 
 @pytest.mark.parametrize("stream", [0, 1, 2], ids=["default", "legacy", "of the thread"])
-def test_a_default_stream_is_not_asked_for_its_context(
+def test_the_context_of_a_default_stream_is_not_queried(
     device: Device, sim_log: Log, stream: int
 ) -> None:
-    """This thread has none, so the driver would not know; it is that of the primary one."""
+    """This thread has no context, so the driver could not answer.
+
+    The stream belongs to the primary context.
+    """
     sim_log.restart()
-    with suppress(CudaError):  # the stand-in has no stream of each thread
+    with suppress(CudaError):  # the stand-in lacks per-thread default streams
         device.take_stream(stream)
     assert sim_log.calls("cuStreamIsCapturing")
     assert not sim_log.calls("cuStreamGetCtx")
 
 
-def test_a_thread_keeps_its_mode(device: Device, program: Cuda) -> None:
+def test_a_thread_keeps_its_capture_mode(device: Device, program: Cuda) -> None:
     mode = ctypes.c_int(RELAXED)
     program.ok("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
     device.memory()
@@ -122,7 +125,7 @@ def test_a_thread_keeps_its_mode(device: Device, program: Cuda) -> None:
     assert mode_of(program) == GLOBAL
 
 
-def test_a_thread_keeps_its_mode_though_its_context_cannot_be_replaced(
+def test_a_thread_keeps_its_capture_mode_after_a_failed_context_switch(
     device: Device, program: Cuda, cuda_simulator: CudaControls
 ) -> None:
     program.ok("cuCtxSetCurrent", None)
@@ -132,10 +135,10 @@ def test_a_thread_keeps_its_mode_though_its_context_cannot_be_replaced(
     assert mode_of(program) == GLOBAL
 
 
-def test_memory_that_is_freed_meanwhile_goes_later(
+def test_memory_that_is_freed_during_a_capture_is_released_later(
     device: Device, program: Cuda, capture: Callable[[], None]
 ) -> None:
-    """Its users cannot be waited for, and may still read it."""
+    """The device cannot wait for the memory's users, which may still read it."""
     buffers = [device.allocate(GRANULE) for _ in range(3)]
     free, _ = device.memory()
     buffers.pop()
@@ -148,7 +151,9 @@ def test_memory_that_is_freed_meanwhile_goes_later(
     assert device.memory()[0] == free + 3 * GRANULE
 
 
-def test_or_with_the_device(cuda_simulator: CudaControls, capture: Callable[[], None]) -> None:
+def test_memory_that_is_freed_during_a_capture_is_released_with_the_device(
+    cuda_simulator: CudaControls, capture: Callable[[], None]
+) -> None:
     device = CudaLibrary.load().device(5)
     device.allocate(GRANULE)
     assert cuda_simulator.left() != {}
@@ -163,7 +168,10 @@ def test_or_with_the_device(cuda_simulator: CudaControls, capture: Callable[[], 
 
 @pytest.fixture
 def segment(program: Cuda) -> Iterator[int]:
-    """Four pages of address space: two that device 3 may use, one that it may not, a hole."""
+    """Address space of four pages.
+
+    Device 3 may use two of them and may not use the third; the fourth is unmapped.
+    """
     address = program.made("cuMemAddressReserve", 4 * GRANULE, 0, 0, 0)
     for i in range(3):
         handle = program.made("cuMemCreate", GRANULE, ctypes.byref(allocation(3)), 0)
@@ -180,11 +188,11 @@ def segment(program: Cuda) -> Iterator[int]:
 def test_descriptors_outside_of_a_segment_are_never_launched(
     device: Device, program: Cuda, segment: int, sim_log: Log, page: int
 ) -> None:
-    """As torch's expandable segments are: a pointer's range is all that was reserved."""
+    """In torch's expandable segments, too, the range of a pointer is the whole reservation."""
     buffer = device.allocate(GRANULE)
     ours = buffer.address
     device.write(ours, bytes(range(100)))
-    good = [segment, segment + GRANULE - 50]  # over the end of the first page
+    good = [segment, segment + GRANULE - 50]  # crosses the end of the first page
     assert moved(device, "device_to_device", good, [ours] * 2, 100).status == KVN_OK
     found = bytearray(100)
     device.read(good[1], found)
@@ -198,7 +206,7 @@ def test_descriptors_outside_of_a_segment_are_never_launched(
     device.write(ours, bytes(100))
 
 
-def test_memory_whose_access_is_not_known_is_left_to_the_driver(
+def test_memory_with_unknown_access_is_copied_by_the_driver(
     device: Device, segment: int, cuda_simulator: CudaControls, sim_log: Log
 ) -> None:
     buffer = device.allocate(GRANULE)
@@ -210,10 +218,10 @@ def test_memory_whose_access_is_not_known_is_left_to_the_driver(
     assert sim_log.counts(LAUNCH, SINGLE) == {LAUNCH: 0, SINGLE: 1}
 
 
-def test_write_combined_memory_is_left_to_the_driver(
+def test_write_combined_memory_is_copied_by_the_driver(
     device: Device, program: Cuda, sim_log: Log
 ) -> None:
-    """Kernels find it at another address than the host, and nothing at the host's."""
+    """Kernels find this memory at another address than the host."""
     host = program.made("cuMemHostAlloc", 4096, WRITE_COMBINED)
     ctypes.memset(host, 7, 4096)
     buffer = device.allocate(4096)
@@ -231,7 +239,7 @@ def test_write_combined_memory_is_left_to_the_driver(
 # ---- no memory ----
 
 
-def test_a_full_gpu_is_copied_on_without_memory_for_descriptors(
+def test_copies_on_a_full_gpu_need_no_memory_for_descriptors(
     device: Device, cuda_simulator: CudaControls, sim_log: Log
 ) -> None:
     executor = Executor(device.backend("device_to_device"))
@@ -246,7 +254,7 @@ def test_a_full_gpu_is_copied_on_without_memory_for_descriptors(
     assert device.fallback_reason == ""
 
 
-def test_a_kernel_that_could_not_be_loaded_now_is_loaded_later(
+def test_a_kernel_that_could_not_be_loaded_is_loaded_later(
     device: Device, cuda_simulator: CudaControls, sim_log: Log
 ) -> None:
     executor = Executor(device.backend("device_to_device"))

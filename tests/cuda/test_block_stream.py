@@ -1,6 +1,6 @@
-"""A model's stream that comes after transfers, by the GPU's own order: no host thread waits.
+"""Streams of a model that wait for transfers on the GPU, without a waiting host thread.
 
-What is copied hangs, where a fault says so, until `end_hangs`: so a stream is seen to wait.
+Faults make copies hang until `end_hangs`, so the tests can observe that a stream waits.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def held(
     call: str = KERNEL,
     sizes: list[int] = SIZES,
 ) -> tuple[Task, Case]:
-    """A transfer whose first call was made, and hangs."""
+    """Return a transfer whose first call was made and hangs."""
     case = between(device, simulator, direction, sizes, pinned=pinned)
     simulator.add_fault(f"{call}:1=hang")
     task = Executor(device.backend(direction)).submit(case.descriptors)
@@ -76,7 +76,7 @@ def held(
 
 
 def assert_moves(device: Device, case: Case) -> None:
-    """The next transfer moves, whatever was given up before."""
+    """Check that a later transfer succeeds after an abandoned one."""
     case.target[:] = UNTOUCHED
     executor = Executor(device.backend("device_to_device"))
     assert executor.submit(case.descriptors).wait(FOREVER).status == KVN_OK
@@ -93,7 +93,7 @@ def refusal(task: Task, stream: int) -> Report:
     return report
 
 
-def assert_still(compute: CudaCompute, task: Task) -> None:
+def assert_stream_waits(compute: CudaCompute, task: Task) -> None:
     assert task.wait(20, give_up=False).status == KVN_PENDING
     assert not compute.is_done
 
@@ -112,7 +112,7 @@ def test_bytes_that_the_stream_reads_next_have_arrived(
     block(task, compute.handle)
     target = case.sides[1].address
     seen = compute.read(target, case.target.nbytes)
-    assert_still(compute, task)
+    assert_stream_waits(compute, task)
     cuda_simulator.end_hangs()
     expected = case.expected(set(range(len(sizes))))
     assert compute.seen(seen, case.target.nbytes) == expected.tobytes()
@@ -145,7 +145,7 @@ def test_pageable_memory_is_copied_before_it_returns(
     assert task.wait(FOREVER).status == KVN_OK
 
 
-def test_a_batch_behind_others_is_waited_for_until_it_is_issued(
+def test_blocking_a_stream_waits_until_the_batch_is_issued(
     device: Device, cuda_simulator: CudaControls, compute: CudaCompute
 ) -> None:
     first = [held(device, cuda_simulator, "host_to_device") for _ in range(2)]  # on each channel
@@ -164,7 +164,7 @@ def test_a_batch_behind_others_is_waited_for_until_it_is_issued(
         assert item.wait(FOREVER).status == KVN_OK
 
 
-def test_nor_longer_than_it_is_there(
+def test_a_cancelled_batch_that_waits_for_its_turn_releases_the_stream(
     device: Device, cuda_simulator: CudaControls, compute: CudaCompute
 ) -> None:
     first = [held(device, cuda_simulator, "host_to_device") for _ in range(2)]
@@ -181,15 +181,15 @@ def test_nor_longer_than_it_is_there(
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "timed out"])
-def test_a_batch_that_is_given_up_lets_the_stream_go_on(
+def test_a_cancelled_batch_releases_the_stream(
     device: Device, cuda_simulator: CudaControls, compute: CudaCompute, ends: str
 ) -> None:
     task, case = held(device, cuda_simulator)
     block(task, compute.handle)
     report = task.cancel() if ends == "cancelled" else task.wait(1)
     assert report.status == (KVN_CANCELLED if ends == "cancelled" else KVN_TIMEOUT)
-    block(task, compute.handle)  # nothing to come after
-    cuda_simulator.end_hangs()  # the launch begins, and touches nothing
+    block(task, compute.handle)  # no work is left to wait for
+    cuda_simulator.end_hangs()  # the launch begins, and touches no memory
     compute.wait()
     assert (case.target == UNTOUCHED).all()
     assert_moves(device, case)
@@ -207,7 +207,7 @@ def test_a_failed_batch_does_not_hold_the_stream(
     block(task, compute.handle)
 
 
-def test_the_end_of_its_executor(
+def test_the_end_of_the_executor_releases_the_stream(
     device: Device, cuda_simulator: CudaControls, compute: CudaCompute
 ) -> None:
     case = between(device, cuda_simulator, "device_to_device", SIZES)
@@ -222,7 +222,7 @@ def test_the_end_of_its_executor(
     assert_moves(device, case)
 
 
-def test_several_transfers_and_several_streams(
+def test_several_streams_wait_for_several_transfers(
     device: Device, cuda_simulator: CudaControls, compute: CudaCompute
 ) -> None:
     other = CudaCompute(cuda_simulator)
@@ -241,7 +241,7 @@ def test_several_transfers_and_several_streams(
     other.close()
 
 
-def test_the_default_stream(
+def test_the_default_stream_waits_for_a_transfer(
     device: Device, cuda_simulator: CudaControls, compute: CudaCompute
 ) -> None:
     task, case = held(device, cuda_simulator)
@@ -257,7 +257,7 @@ def test_the_default_stream(
     assert task.wait(FOREVER).status == KVN_OK
 
 
-def test_threads_keep_the_context_that_they_have(
+def test_threads_keep_their_current_context(
     device: Device, cuda_simulator: CudaControls, compute: CudaCompute
 ) -> None:
     def current() -> int | None:
@@ -288,7 +288,7 @@ def test_threads_keep_the_context_that_they_have(
         ("cuStreamGetCtx", 400, KVN_INVALID),
     ],
 )
-def test_calls_that_fail(
+def test_failed_calls_are_reported(
     device: Device,
     cuda_simulator: CudaControls,
     compute: CudaCompute,
@@ -296,7 +296,7 @@ def test_calls_that_fail(
     code: int,
     status: int,
 ) -> None:
-    """The transfer is not touched by that, and the stream not held."""
+    """A failed call changes neither the transfer nor the stream."""
     task, case = held(device, cuda_simulator)
     cuda_simulator.add_fault(f"{call}:1={code}")
     report = refusal(task, compute.handle)
@@ -311,7 +311,7 @@ def test_calls_that_fail(
     assert task.wait(FOREVER).status == KVN_OK
 
 
-def test_a_batch_that_waits_for_its_own_event_in_a_thread(
+def test_a_batch_that_waits_for_its_event_in_a_thread_is_refused(
     device: Device, cuda_simulator: CudaControls, compute: CudaCompute
 ) -> None:
     case = between(device, cuda_simulator, "device_to_device", SIZES)
@@ -319,7 +319,7 @@ def test_a_batch_that_waits_for_its_own_event_in_a_thread(
     compute.hold()
     point = device.take_event(handle_of(compute.event()))
     tasks, cases = [executor.submit(case.descriptors, after=point)], [case]
-    while not tasks[-1].held:  # more than the device has streams for
+    while not tasks[-1].held:  # more than the streams of the device
         cases.append(between(device, cuda_simulator, "device_to_device", SIZES))
         tasks.append(executor.submit(cases[-1].descriptors, after=point))
     report = refusal(tasks[-1], compute.handle)
@@ -333,10 +333,10 @@ def test_a_batch_that_waits_for_its_own_event_in_a_thread(
 
 
 @pytest.mark.parametrize("ends", ["moved", "cancelled"])
-def test_between_two_parts_of_a_streams_own_work(
+def test_a_transfer_runs_between_two_parts_of_a_streams_work(
     device: Device, cuda_simulator: CudaControls, compute: CudaCompute, ends: str
 ) -> None:
-    """Behind what it computes, and before what it computes next: no host thread waits."""
+    """The copy runs between the model's earlier and later work, and no host thread waits."""
     case = between(device, cuda_simulator, "device_to_device", SIZES)
     compute.hold()
     compute.fill(case.sides[0].address, case.source.nbytes, 7)
@@ -344,7 +344,7 @@ def test_between_two_parts_of_a_streams_own_work(
     task = executor.submit(case.descriptors, after=device.take_stream(compute.handle))
     block(task, compute.handle)
     compute.fill(case.sides[0].address, case.source.nbytes, 9)
-    assert_still(compute, task)
+    assert_stream_waits(compute, task)
     if ends == "cancelled":
         assert task.cancel().status == KVN_CANCELLED
         assert not compute.is_done  # its own event has not come
@@ -363,7 +363,7 @@ def test_between_two_parts_of_a_streams_own_work(
 # ---- streams that are captured into graphs ----
 
 
-def test_a_captured_stream_is_refused_and_not_spoilt(
+def test_a_captured_stream_is_refused_and_stays_valid(
     device: Device, cuda_simulator: CudaControls, compute: CudaCompute
 ) -> None:
     task, _ = held(device, cuda_simulator)
@@ -380,7 +380,7 @@ def test_a_captured_stream_is_refused_and_not_spoilt(
     assert task.wait(FOREVER).status == KVN_OK
 
 
-def test_nor_is_the_default_stream_beside_one(
+def test_the_default_stream_is_refused_during_a_capture(
     device: Device, cuda_simulator: CudaControls, compute: CudaCompute
 ) -> None:
     program = Cuda()
@@ -408,7 +408,7 @@ def test_an_event_of_a_graph_is_refused(device: Device, compute: CudaCompute) ->
     graph = ctypes.c_void_p()
     assert (
         program.cuStreamEndCapture(compute.handle, ctypes.byref(graph)) == 901
-    )  # it cannot be had otherwise
+    )  # the driver would refuse it otherwise
     compute.record(event)
     device.take_event(event)
 
@@ -416,8 +416,10 @@ def test_an_event_of_a_graph_is_refused(device: Device, compute: CudaCompute) ->
 # ---- a context of kvplan's own ----
 
 
-def test_with_a_context_of_its_own(cuda_simulator: CudaControls, compute: CudaCompute) -> None:
-    """The program's streams are in another: they say so, the default one by its thread."""
+def test_streams_wait_for_transfers_in_another_context(
+    cuda_simulator: CudaControls, compute: CudaCompute
+) -> None:
+    """The program's streams are in another context; the default one is in that of its thread."""
     own = CudaLibrary.load(context="own").device(3)
     case = between(own, cuda_simulator, "device_to_device", SIZES)
     executor = Executor(own.backend("device_to_device"))
@@ -447,7 +449,7 @@ def test_with_a_context_of_its_own(cuda_simulator: CudaControls, compute: CudaCo
 # ---- many at once ----
 
 
-def test_a_forked_child_has_no_part_in_it(
+def test_a_forked_child_cannot_block_a_stream(
     device: Device, cuda_simulator: CudaControls, compute: CudaCompute
 ) -> None:
     task, _ = held(device, cuda_simulator)
@@ -464,10 +466,10 @@ def test_a_forked_child_has_no_part_in_it(
     assert task.wait(FOREVER).status == KVN_OK
 
 
-def test_many_threads_and_ends(
+def test_many_threads_block_streams_while_transfers_end(
     device: Device, cuda_simulator: CudaControls, compute: CudaCompute, sim_log: Log
 ) -> None:
-    """Whatever meets whatever: the stream goes on, and what was not given up has arrived."""
+    """In all combinations the stream continues, and transfers that were not cancelled arrive."""
     executor = Executor(device.backend("device_to_device"))
     cases = [
         between(device, cuda_simulator, "device_to_device", [9000] * 20, seed=number)

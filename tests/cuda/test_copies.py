@@ -1,6 +1,6 @@
-"""How bytes are copied on a CUDA device: by the kernel, in batches or one by one, and stopped.
+"""Copies on a CUDA device: by the kernel, in batches or one by one, and their cancellation.
 
-Over the stand-in for the driver, which runs the kernel's source on the host and checks each access.
+The stand-in for the driver runs the kernel's source on the host and checks each access.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ CHANNELS = 2  # between host and device
 
 
 def counts(log: Log) -> tuple[int, int, int]:
-    """Launches, batches, single copies; of launches with many descriptors one is that of those."""
+    """Count launches, batches and single copies.
+
+    A launch of many descriptors needs one copy for them.
+    """
     found = log.counts(LAUNCH, BATCH, SINGLE)
     return found[LAUNCH], found[BATCH], found[SINGLE]
 
@@ -44,8 +47,8 @@ def run(executor: Executor, case: Case) -> None:
     case.assert_moved()
 
 
-def given_up(simulator: CudaControls, executor: Executor, case: Case) -> Report:
-    """Of a transfer whose launch is on its stream, does not begin, and is cancelled there."""
+def cancel_queued(simulator: CudaControls, executor: Executor, case: Case) -> Report:
+    """Return the report of a transfer that is cancelled while its launch waits on a stream."""
     simulator.add_fault(f"{LAUNCH}:1=hang")
     task = executor.submit(case.descriptors)
     while simulator.faults_left():
@@ -69,10 +72,10 @@ def test_a_single_launch_moves_a_batch(
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_the_driver_is_not_asked_about_memory_of_kvplan(
+def test_memory_of_kvplan_needs_no_queries_to_the_driver(
     device: Device, cuda_simulator: CudaControls, sim_log: Log, direction: str
 ) -> None:
-    """One block takes a launch, and questions to the stream whether it is done."""
+    """Only one launch of a block is made, and queries whether the stream is done."""
     executor = Executor(device.backend(direction))
     case = between(device, cuda_simulator, direction, [4096])
     run(executor, case)
@@ -82,10 +85,10 @@ def test_the_driver_is_not_asked_about_memory_of_kvplan(
 
 
 @pytest.mark.parametrize("how", ["revoked", "closed"])
-def test_transfers_that_are_given_up_in_the_queue_never_begin(
+def test_transfers_that_are_cancelled_in_the_queue_never_begin(
     device: Device, cuda_simulator: CudaControls, sim_log: Log, how: str
 ) -> None:
-    """Each would be waited for, 10 ms, if it began when the one before it ends."""
+    """If each began after its predecessor, the wait for each would take 10 ms."""
     executor, memory = Executor(device.backend("host_to_device")), Revocable()
     cases = [between(device, cuda_simulator, "host_to_device", [100] * 4) for _ in range(12)]
     cuda_simulator.add_fault(*(f"{LAUNCH}:{number}=hang" for number in range(1, 13)))
@@ -116,7 +119,7 @@ def test_a_launch_takes_8192_descriptors(
 
 @pytest.mark.parametrize("count", [20, 300], ids=["few", "many"])
 @pytest.mark.parametrize("position", [0, 10, -1])
-def test_one_that_is_not_as_large_as_the_others(
+def test_one_descriptor_may_differ_from_the_others_in_size(
     device: Device, cuda_simulator: CudaControls, count: int, position: int
 ) -> None:
     sizes = [64] * count
@@ -126,7 +129,7 @@ def test_one_that_is_not_as_large_as_the_others(
 
 
 @pytest.mark.parametrize("direction", HOST)
-def test_pageable_memory_is_the_drivers_matter(
+def test_pageable_memory_is_copied_by_the_driver(
     device: Device, cuda_simulator: CudaControls, sim_log: Log, direction: str
 ) -> None:
     case = between(device, cuda_simulator, direction, [100] * 20, pinned=False)
@@ -137,7 +140,7 @@ def test_pageable_memory_is_the_drivers_matter(
 def test_copies_that_cannot_be_stopped_are_cut_into_slices(
     device: Device, cuda_simulator: CudaControls, sim_log: Log
 ) -> None:
-    """64 MiB between host and device: a descriptor of more, and a batch of the driver's."""
+    """A large descriptor between host and device is cut, and so is a batch of the driver."""
     run(
         Executor(device.backend("host_to_device")),
         between(device, cuda_simulator, "host_to_device", [MIB, 65 * MIB, *[3 * MIB] * 22]),
@@ -181,7 +184,7 @@ def test_a_driver_that_refuses_the_kernel_copies_in_batches(
 def test_a_gpu_that_registers_no_host_memory_gets_no_kernel(
     device: Device, cuda_simulator: CudaControls, sim_log: Log, direction: str
 ) -> None:
-    """As under confidential computing: launches would read the host's memory."""
+    """Confidential computing has this limit: launches could not read the host's memory."""
     case = between(device, cuda_simulator, direction, [100] * 20)
     cuda_simulator.set("cuda_host_register", 0)
     try:
@@ -212,10 +215,10 @@ def test_a_driver_that_refuses_batches_copies_one_by_one(
         ([100] * 2050, 3, 0),
         ([16 * MIB] * 6, 2, 0),
         ([100] * 1024, 1, 0),
-        ([65 * MIB] * 2, 1, 1),  # one alone needs no batch
+        ([65 * MIB] * 2, 1, 1),  # a single copy needs no batch
     ],
 )
-def test_a_batch_is_no_larger_than_drivers_survive(
+def test_batches_have_a_maximal_size(
     device: Device,
     cuda_simulator: CudaControls,
     sim_log: Log,
@@ -223,8 +226,11 @@ def test_a_batch_is_no_larger_than_drivers_survive(
     batches: int,
     singles: int,
 ) -> None:
-    """1,024 descriptors and 64 MiB: the stand-in counts larger ones as violations."""
-    cuda_simulator.add_fault(f"{MODULE}:1=218")  # where the kernel would be faster
+    """A batch has at most 1,024 descriptors and 64 MiB.
+
+    The stand-in reports larger ones as violations.
+    """
+    cuda_simulator.add_fault(f"{MODULE}:1=218")  # otherwise the kernel would be faster
     tune_copies(device, "device_to_device", CopyTuning(0, 1 << 30, 0))
     executor = Executor(device.backend("device_to_device"))
     run(executor, between(device, cuda_simulator, "device_to_device", sizes))
@@ -232,7 +238,7 @@ def test_a_batch_is_no_larger_than_drivers_survive(
 
 
 @pytest.mark.parametrize("kernel", [True, False])
-def test_batch_calls_that_are_switched_off_are_never_made(
+def test_disabled_batch_calls_are_never_made(
     device: Device, cuda_simulator: CudaControls, sim_log: Log, kernel: bool
 ) -> None:
     limit_copies(device, batch_calls=False)
@@ -244,10 +250,13 @@ def test_batch_calls_that_are_switched_off_are_never_made(
     assert counts(sim_log) == ((1, 0, 4) if kernel else (0, 0, 24))
 
 
-def test_the_kernel_leaves_processors_to_the_model(
+def test_the_kernel_uses_a_limited_number_of_blocks(
     device: Device, cuda_simulator: CudaControls, sim_log: Log
 ) -> None:
-    """64 blocks within a GPU and 32 from and to the host; or by option, up to what it runs."""
+    """The kernel uses 64 blocks within a GPU, and 32 between GPU and host.
+
+    An option changes the limit.
+    """
 
     def blocks() -> list[int]:
         sim_log.restart()
@@ -272,7 +281,7 @@ def test_the_kernel_leaves_processors_to_the_model(
 def test_an_address_without_memory_is_never_launched(
     device: Device, cuda_simulator: CudaControls, sim_log: Log, side: str
 ) -> None:
-    """It would end the context, with all that others have in it."""
+    """An illegal access would lose the context and everything in it."""
     executor = Executor(device.backend("device_to_device"))
     case = between(device, cuda_simulator, "device_to_device", [64] * 10)
     columns = {
@@ -300,7 +309,7 @@ def test_a_range_that_leaves_its_allocation_is_never_launched(
     assert (report.status, report.failed) == (KVN_UNMAPPED, 0)
 
 
-def test_memory_of_another_gpu_is_the_kernels_while_it_is_mapped(
+def test_mapped_memory_of_another_gpu_is_copied_by_the_kernel(
     device: Device, cuda_simulator: CudaControls, sim_log: Log
 ) -> None:
     case = between(device, cuda_simulator, "device_to_device", [100] * 20)
@@ -333,10 +342,10 @@ def test_memory_of_another_gpu_is_the_kernels_while_it_is_mapped(
 
 
 @pytest.mark.parametrize("far", ["source", "target"])
-def test_large_blocks_of_another_gpu_are_the_drivers_whichever_side_that_is(
+def test_large_blocks_of_another_gpu_are_copied_by_the_driver(
     device: Device, cuda_simulator: CudaControls, sim_log: Log, far: str
 ) -> None:
-    """Within one GPU the kernel takes larger ones."""
+    """Within one GPU, the kernel copies larger blocks."""
     nbytes = 2 * MIB
     here = [device.allocate(2 * nbytes) for _ in range(2)]
     owner = device.library.device(4)
@@ -362,7 +371,9 @@ def test_large_blocks_of_another_gpu_are_the_drivers_whichever_side_that_is(
     assert counted() == ((0, 1, 0) if HAS_BATCH else (0, 0, 2))
 
 
-def test_a_launch_that_is_refused_fails_alone(device: Device, cuda_simulator: CudaControls) -> None:
+def test_a_refused_launch_fails_only_its_transfer(
+    device: Device, cuda_simulator: CudaControls
+) -> None:
     executor = Executor(device.backend("device_to_device"))
     case = between(device, cuda_simulator, "device_to_device", [100] * 300)
     cuda_simulator.add_fault(f"{LAUNCH}:1=701")
@@ -377,14 +388,14 @@ def test_a_launch_that_is_refused_fails_alone(device: Device, cuda_simulator: Cu
 def test_memory_of_launches_is_freed_with_the_device(
     cuda_simulator: CudaControls, fails_at: int
 ) -> None:
-    """Also what was made before the host's part of it cannot be had: of a page, of columns."""
+    """Memory that was allocated before its host part failed is freed, too: a page, and columns."""
     device = CudaLibrary.load().device(5)
     executor = Executor(device.backend("device_to_device"))
     cuda_simulator.add_fault(f"cuMemHostAlloc:{fails_at}=2")
     run(executor, between(device, cuda_simulator, "device_to_device", [8] * 300))
     assert not cuda_simulator.faults_left()
     case = between(device, cuda_simulator, "device_to_device", [8] * 300)
-    assert given_up(cuda_simulator, executor, case).status == KVN_CANCELLED
+    assert cancel_queued(cuda_simulator, executor, case).status == KVN_CANCELLED
     cuda_simulator.end_hangs()
     del executor, device, case
     gc.collect()
@@ -396,14 +407,14 @@ def test_memory_of_launches_is_freed_with_the_device(
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("count", [20, 300], ids=["few", "many"])
-def test_a_launch_that_never_begins_is_given_up_at_once(
+def test_a_launch_that_never_begins_is_cancelled_at_once(
     device: Device, cuda_simulator: CudaControls, direction: str, count: int
 ) -> None:
-    """As one that stands behind an event that never comes; when it begins, it touches nothing."""
+    """The launch waits for an event that never comes; when it begins, it touches no memory."""
     executor = Executor(device.backend(direction))
     run(executor, between(device, cuda_simulator, direction, [8] * count))
     case = between(device, cuda_simulator, direction, [100] * count)
-    report = given_up(cuda_simulator, executor, case)
+    report = cancel_queued(cuda_simulator, executor, case)
     assert (report.status, report.bytes_done) == (KVN_CANCELLED, 0)
     other = between(device, cuda_simulator, direction, [50] * count)
     run(executor, other)  # on another stream
@@ -426,7 +437,7 @@ def test_a_running_launch_is_stopped_and_waited_for(
     before = case.target.copy()
     run(executor, between(device, cuda_simulator, "device_to_device", [8] * 10))
     np.testing.assert_array_equal(case.target, before)
-    if report.status == KVN_OK:  # it was quicker
+    if report.status == KVN_OK:  # the launch was faster
         case.assert_moved()
 
 

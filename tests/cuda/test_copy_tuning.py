@@ -1,4 +1,4 @@
-"""Which way copies take: the table that is built in, one that was measured, one that was stored."""
+"""Choice of the way of copies: the built-in table, a measured one, and a stored one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where nothing is stored yet."""
+    """A folder without stored tuning."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "kvplan"
 
@@ -54,7 +54,7 @@ def test_the_built_in_way_by_size(device: NativeDevice) -> None:
     assert ways("host_to_device", 1) == ["kernel", "single", "single"]
 
 
-def test_between_two_gpus_nothing_is_told(device: NativeDevice) -> None:
+def test_copies_between_two_gpus_ignore_the_tuning(device: NativeDevice) -> None:
     tune_copies(device, "device_to_device", CopyTuning(0, 0, 1))
     sizes = (64 * KIB, MIB, 16 * MIB)
     found = [copy_way(device, "device_to_device", size, 2, is_far=True) for size in sizes]
@@ -62,7 +62,7 @@ def test_between_two_gpus_nothing_is_told(device: NativeDevice) -> None:
     assert far_copy_tuning().blocks == 64
 
 
-def test_a_device_copies_as_it_is_told(device: NativeDevice) -> None:
+def test_a_device_copies_by_its_tuning(device: NativeDevice) -> None:
     for direction in DIRECTIONS:
         given = CopyTuning(10, 20, 3)
         tune_copies(device, direction, given)
@@ -84,7 +84,7 @@ def test_impossible_tunings_are_refused(device: NativeDevice) -> None:
         copy_tuning(device, "up")  # type: ignore[arg-type]
 
 
-def test_the_kernel_is_taken_up_to_where_it_is_worse() -> None:
+def test_the_measured_limit_is_where_the_kernel_becomes_slower() -> None:
     """Copies cost 2 us each, and the kernel has three quarters of the bandwidth."""
 
     def timer(direction: CopyDirection, way: Way, nbytes: int) -> float:
@@ -100,7 +100,7 @@ def test_the_kernel_is_taken_up_to_where_it_is_worse() -> None:
         assert blocks == builtin_copy_tuning(direction).blocks
 
 
-def test_a_kernel_that_is_never_better_is_not_taken() -> None:
+def test_a_kernel_that_is_never_faster_is_not_used() -> None:
     found = calibrate(
         lambda direction, way, nbytes: {"kernel": 3.0, "batch": 2.0, "single": 1.0}[way]
     )
@@ -108,7 +108,7 @@ def test_a_kernel_that_is_never_better_is_not_taken() -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_each_way_is_measured_itself(
+def test_each_way_is_measured_alone(
     opened: CudaDevice, sim_log: Log, direction: CopyDirection
 ) -> None:
     before = copy_tuning(opened.native, direction)

@@ -36,7 +36,7 @@ NEW_FAILURE = "cuMemcpyAsync:1=sync:719"  # breaks the context of the stream
 
 @pytest.fixture
 def program(cuda_simulator: CudaControls) -> Iterator[Cuda]:
-    """What else the process does with CUDA, in calls of its own."""
+    """CUDA calls of the program in the same process."""
     cuda = Cuda()
     cuda.ok("cuInit", 0)
     yield cuda
@@ -56,7 +56,7 @@ def moved(device: Device, source: int, target: int, nbytes: int, direction: str)
 # ---- contexts ----
 
 
-def test_a_thread_has_the_context_that_it_had(device: Device, program: Cuda) -> None:
+def test_a_thread_keeps_its_current_context(device: Device, program: Cuda) -> None:
     def use() -> None:
         buffer = device.allocate(100)
         device.write(buffer.address, bytes(100))
@@ -85,7 +85,7 @@ def test_a_thread_has_the_context_that_it_had(device: Device, program: Cuda) -> 
     other.allocate(100)
     assert current() == theirs
     program.ok("cuCtxSetCurrent", None)
-    assert current() is None  # nothing of ours lies below
+    assert current() is None  # the stack of contexts is empty below the program's
     del other
     program.ok("cuDevicePrimaryCtxRelease_v2", 1)
 
@@ -128,7 +128,7 @@ def test_the_primary_context_is_the_programs(device: Device, program: Cuda) -> N
     program.ok("cuDevicePrimaryCtxRelease_v2", 3)
 
 
-def test_in_its_own_the_programs_memory_is_foreign(
+def test_memory_of_the_program_is_refused_in_an_own_context(
     cuda_simulator: CudaControls, program: Cuda
 ) -> None:
     before = cuda_simulator.contexts()  # of all simulated devices of this process
@@ -155,10 +155,10 @@ def test_in_its_own_the_programs_memory_is_foreign(
     assert cuda_simulator.contexts() <= before
 
 
-def test_a_broken_context_of_the_program_leaves_an_own_context_alone(
+def test_an_own_context_survives_a_broken_context_of_the_program(
     cuda_simulator: CudaControls, program: Cuda
 ) -> None:
-    """No other test uses this device: its primary context is of no use until it is released."""
+    """Only this test uses the device, whose primary context is unusable until it is released."""
     before = cuda_simulator.contexts()
     own, primary = (CudaLibrary.load(context=name).device(6) for name in ("own", "primary"))
     ours, theirs = own.allocate(100), primary.allocate(100)
@@ -177,11 +177,11 @@ def test_a_broken_context_of_the_program_leaves_an_own_context_alone(
 # ---- memory ----
 
 
-def test_memory_is_made_to_be_exported(device: Device, program: Cuda, sim_log: Log) -> None:
+def test_allocated_memory_is_exportable(device: Device, program: Cuda, sim_log: Log) -> None:
     sim_log.restart()
     buffer = device.allocate(GRANULE + 1)
     program.primary(3)
-    assert program.attribute(buffer.address, 14) == 1  # as a file descriptor
+    assert program.attribute(buffer.address, 14) == 1  # exportable as a file descriptor
     program.ok("cuDevicePrimaryCtxRelease_v2", 3)
     assert buffer.nbytes == GRANULE + 1
     assert sim_log.calls("cuMemCreate")[0].fields["bytes"] == 2 * GRANULE
@@ -195,7 +195,7 @@ def test_memory_is_made_to_be_exported(device: Device, program: Cuda, sim_log: L
 def test_memory_without_gaps_is_freed_one_by_one(
     device: Device, cuda_simulator: CudaControls, order: list[int]
 ) -> None:
-    """Each begins where another ends, and is told from it."""
+    """Each allocation begins where another ends, and is still a separate one."""
     cuda_simulator.set("cuda_adjacent", 1)
     try:
         buffers = {i: device.allocate(GRANULE) for i in range(3)}
@@ -206,14 +206,14 @@ def test_memory_without_gaps_is_freed_one_by_one(
             device.write(addresses[i], bytes(GRANULE))
             del buffers[i]
             assert device.memory()[0] == free + number * GRANULE
-            for left in buffers:  # up to its last byte
+            for left in buffers:  # tested up to the last byte
                 device.write(addresses[left], bytes(GRANULE))
     finally:
         cuda_simulator.set("cuda_adjacent", 0)
 
 
 @pytest.mark.parametrize(("virtual", "exported"), [("0", 0), ("2", 0)])
-def test_an_own_context_that_cannot_be_made(
+def test_a_failure_to_create_an_own_context_is_reported(
     cuda_simulator: CudaControls, program: Cuda, virtual: str, exported: int
 ) -> None:
     cuda_simulator.set("cuda_virtual", virtual)
@@ -231,10 +231,10 @@ def test_an_own_context_that_cannot_be_made(
     assert cuda_simulator.left() == {}
 
 
-def test_where_network_cards_may_not_reach_it(
+def test_memory_is_allocated_without_access_of_network_cards_if_refused(
     device: Device, cuda_simulator: CudaControls, sim_log: Log
 ) -> None:
-    """The GPU could let them, and the machine does not: asked for without, it is given."""
+    """The GPU supports access of network cards, but the machine does not."""
     cuda_simulator.add_fault("cuMemGetAllocationGranularity:1=801")
     assert CudaLibrary.load().device(5).allocate(100).nbytes == 100
     sim_log.restart()
@@ -246,7 +246,7 @@ def test_where_network_cards_may_not_reach_it(
         device.allocate(100)
 
 
-def test_errors_of_memory(device: Device, cuda_simulator: CudaControls) -> None:
+def test_errors_of_memory_calls_are_reported(device: Device, cuda_simulator: CudaControls) -> None:
     with pytest.raises(
         CudaError, match=r"^cuMemCreate: 2 \(CUDA_ERROR_OUT_OF_MEMORY\): out of memory$"
     ) as caught:
@@ -265,7 +265,7 @@ def test_errors_of_memory(device: Device, cuda_simulator: CudaControls) -> None:
     device.write(buffer.address, bytes(10))
 
 
-def test_where_memory_lies(device: Device) -> None:
+def test_the_location_of_memory_is_known(device: Device) -> None:
     other = device.library.device(5)
     mine, theirs, host = device.allocate(100), other.allocate(100), allocate_host(device, 100)
     assert device.locate(mine.address + 99) == ("device", 3)
@@ -288,13 +288,13 @@ def test_the_program_may_unpin_first(device: Device, program: Cuda) -> None:
     assert device.locate(pages.ctypes.data)[0] == "pageable"
     pinned.close()
     assert device.locate(pages.ctypes.data)[0] == "pageable"
-    pin(device, pages.ctypes.data, PAGE).close()  # and nothing of it is left
+    pin(device, pages.ctypes.data, PAGE).close()  # no registration is left
 
 
 def test_freeing_waits_for_work_of_the_program(
     device: Device, program: Cuda, cuda_simulator: CudaControls
 ) -> None:
-    """A kernel that still reads a cache would break the program's context."""
+    """A kernel that still reads a freed cache would break the program's context."""
     buffer, target = device.allocate(100), device.allocate(100)
     program.primary(3)
     stream = program.made("cuStreamCreate", 1)
@@ -305,7 +305,7 @@ def test_freeing_waits_for_work_of_the_program(
     address = held[0].address
     thread = threading.Thread(target=held.clear)
     thread.start()
-    assert thread.is_alive()  # nothing ends the kernel before the next line
+    assert thread.is_alive()  # no work ends the kernel before the next line
     cuda_simulator.end_hangs()
     thread.join()
     assert device.locate(address) == ("pageable", 0)
@@ -318,7 +318,7 @@ def test_freeing_waits_for_work_of_the_program(
 
 
 def test_nothing_uses_the_default_stream(device: Device, sim_log: Log) -> None:
-    """It has an order with all that a program does."""
+    """The default stream is ordered with all work of a program."""
     sim_log.restart()
     buffer, host = device.allocate(1000), allocate_host(device, 1000)
     device.write(buffer.address, bytes(range(250)) * 4)
@@ -350,15 +350,15 @@ def test_copies_of_threads_do_not_wait_for_each_other(
     cuda_simulator.add_fault("cuMemsetD8Async:1=hang")
     cleared = threading.Thread(target=device.clear, args=(buffer.address, 100))
     cleared.start()
-    until(lambda: cuda_simulator.faults_left() == 0)
+    wait_until_true(lambda: cuda_simulator.faults_left() == 0)
     device.write(buffer.address + GRANULE, bytes(100))
     assert cleared.is_alive()
     cuda_simulator.end_hangs()
     cleared.join()
 
 
-def until(happened: Callable[[], bool]) -> None:
-    """Wait for what a thread is on its way to do."""
+def wait_until_true(happened: Callable[[], bool]) -> None:
+    """Wait for an event in another thread."""
     while not happened():
         threading.Event().wait(0.001)
 
@@ -366,7 +366,7 @@ def until(happened: Callable[[], bool]) -> None:
 # ---- other processes ----
 
 
-def test_a_forked_child_can_use_nothing_and_breaks_nothing(cuda_simulator: CudaControls) -> None:
+def test_calls_in_a_forked_child_are_refused_and_harmless(cuda_simulator: CudaControls) -> None:
     script = """
 import gc, os
 from kvnative._backend import NativeError

@@ -1,4 +1,4 @@
-"""The library of CUDA's driver: where it is found, what it says of devices, and older ones."""
+"""The library of CUDA's driver: search, properties of devices, and older versions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_library_is_found_once_for_each_context(cuda_simulator: CudaControls
         CudaLibrary.load(context="mine")
 
 
-def test_properties_of_devices(cuda_simulator: CudaControls) -> None:
+def test_devices_have_their_properties(cuda_simulator: CudaControls) -> None:
     library = CudaLibrary.load()
     assert (library.version, library.missing) == ("13.0", ())
     assert library.device_count() == 8
@@ -55,7 +55,9 @@ def test_properties_of_devices(cuda_simulator: CudaControls) -> None:
         library.uuid(8)
 
 
-def test_a_file_that_is_not_the_library(cuda_simulator: CudaControls, tmp_path: Path) -> None:
+def test_a_file_that_is_not_the_library_is_refused(
+    cuda_simulator: CudaControls, tmp_path: Path
+) -> None:
     with pytest.raises(NativeError, match=r"no CUDA library: .*/nothing/libcuda\.so: cannot open"):
         CudaLibrary.load(str(tmp_path / "nothing" / "libcuda.so"))
     with pytest.raises(NativeError, match=r"libm\.so\.6 has no cuInit; kvplan needs"):
@@ -78,7 +80,7 @@ print(it.version, *it.missing)
 def test_a_driver_without_optional_calls_has_the_same_devices(
     cuda_simulator: CudaControls, tmp_path: Path
 ) -> None:
-    """As of CUDA 11.2: each device has its UUID, and its kernel copies."""
+    """CUDA 11.2 is such a driver. Each device still has its UUID, and its kernel copies."""
     optional = ("cuDeviceGetUuid_v2", "cuFuncLoad", "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2")
     hide_calls(build().parent, tmp_path / "old", *optional)
     script = """
@@ -113,14 +115,14 @@ print(report.status, report.message, *memoryview(here)[:128:32])
     assert copied.split() == ["0", "192", "0", "128", "0"]
 
 
-def test_visible_devices_are_the_drivers_business() -> None:
+def test_the_driver_handles_visible_devices() -> None:
     script = f"""
 import os
 from tests.cuda_sim.build import build
 os.environ["{LIBRARY}"] = str(build())
 from kvplan.device.cuda import CudaDevice, load_library
 library = load_library()
-all = [library.uuid(it) for it in range(library.device_count())]
+all = [library.uuid(number) for number in range(library.device_count())]
 device = CudaDevice(1)
 buffer = device.allocate(10)
 assert device.native.locate(buffer.address) == ("device", 1)

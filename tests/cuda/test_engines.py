@@ -1,4 +1,4 @@
-"""Engines on CUDA devices: within one process, and with a peer's, by local and over TCP."""
+"""Engines on CUDA devices: within one process, and with a peer by local or over TCP."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OF_PEER = "CacheDesc(3, (8, 96), DataType.DT_UINT16, shard=kvplan.Shard(num_laye
 
 @pytest.fixture
 def shared(peer: Peer) -> str:
-    """A cache of the peer's, on its device, and what is in it."""
+    """A cache of the peer on its device, and the cache's content."""
     peer.run(f"""
         cache = datadist.allocate_blocks_cache({OF_PEER}, BlocksCacheKey(1))
         for number, it in enumerate(datadist.arrays(cache)):
@@ -54,7 +54,7 @@ BOTH = pytest.mark.parametrize("machine", ["cuda", "cuda_tcp"], indirect=True)
 
 @BOTH
 class TestPeers:
-    """By local this side's device copies; over TCP each end does, to buffers of the connection."""
+    """By local, this side's device copies; over TCP, both ends copy to buffers."""
 
     def test_blocks_go_both_ways(
         self, machine: Machine, user: LlmDataDist, peer: Peer, shared: str
@@ -66,7 +66,7 @@ class TestPeers:
             assert np.array_equal(array[[7, 2, 0]], rows[[0, 1, 5]] + number)
         user.write_cache(cache, contents(1))
         user.push_blocks(cache, BlocksCacheKey(1), [3, 4], [6, 0])
-        found = peer.run("result = [it[[6, 0]].tolist() for it in datadist.arrays(cache)]")
+        found = peer.run("result = [array[[6, 0]].tolist() for array in datadist.arrays(cache)]")
         assert found == [content[[3, 4]].tolist() for content in contents(1)]
 
     def test_host_memory_at_one_end(
@@ -76,7 +76,7 @@ class TestPeers:
         user.pull_blocks(BlocksCacheKey(1), cache, [0], [1])
         assert user.arrays(cache)[2][1, 0] == 2
 
-    def test_a_cache_that_the_peer_frees_is_gone(
+    def test_a_cache_that_the_peer_has_freed_is_refused(
         self, machine: Machine, user: LlmDataDist, peer: Peer, shared: str
     ) -> None:
         cache = user.allocate_blocks_cache(DEVICE)
@@ -85,7 +85,9 @@ class TestPeers:
         with refused("LLM_KV_CACHE_NOT_EXIST"):
             user.pull_blocks(BlocksCacheKey(1), cache, [0], [0])
 
-    def test_the_link_is_that_of_the_machine(self, machine: Machine, user: LlmDataDist) -> None:
+    def test_the_link_has_the_transport_of_the_machine(
+        self, machine: Machine, user: LlmDataDist
+    ) -> None:
         assert [link.transport for link in user.links()] == [machine.transport]
 
 
@@ -106,9 +108,9 @@ def test_a_transfer_over_tcp_that_cannot_pin_memory_is_refused(
 
 
 class TestOneHost:
-    """What is so by local alone."""
+    """Properties of transport local only."""
 
-    def test_engines_of_one_gpu(
+    def test_two_engines_of_one_gpu_share_memory(
         self, machine: Machine, make_engine: MakeEngine, peer: Peer, shared: str
     ) -> None:
         user = make_engine(9)  # 9 is 1 modulo the number of devices
@@ -118,10 +120,10 @@ class TestOneHost:
         rows = np.arange(8 * 96, dtype=np.uint16).reshape(8, 96)
         assert np.array_equal(user.arrays(cache, copy=True)[1][[2, 1]], rows[[0, 5]] + 1)
 
-    def test_memory_of_the_program_that_peers_cannot_map(
+    def test_memory_that_peers_cannot_map_is_usable_locally(
         self, machine: Machine, user: LlmDataDist, peer: Peer
     ) -> None:
-        """The engine uses it, and says to the peer why that does not reach it."""
+        """The engine uses such memory, and tells the peer why it cannot map it."""
         peer.run("""
             from tests.cuda.side import Side
             side = Side(1)
@@ -135,7 +137,7 @@ class TestOneHost:
             "LLM_FEATURE_NOT_ENABLED", "in device memory, which transport local does not reach"
         ):
             user.pull_blocks(BlocksCacheKey(1, 2), cache, [0], [0])
-        user.deallocate_cache(cache)  # the peer maps it as soon as it hears of it
+        user.deallocate_cache(cache)  # the peer maps the memory when the cache is announced
         peer.run("""
             datadist.unregister_cache(cache.cache_id)
             side.free_expandable(address)
@@ -143,10 +145,10 @@ class TestOneHost:
             del side
         """)
 
-    def test_memory_of_the_program_in_pieces(
+    def test_memory_in_pieces_is_pulled(
         self, machine: Machine, user: LlmDataDist, peer: Peer
     ) -> None:
-        """As torch's expandable segments are; the last block lies in two of them."""
+        """The pieces are like torch's expandable segments; the last block lies in two of them."""
         peer.run("""
             from tests.cuda.side import GRANULE, Side
             side = Side(1)
@@ -170,10 +172,10 @@ class TestOneHost:
             del side
         """)
 
-    def test_ranges_in_each_of_the_programs_tensors(
+    def test_ranges_of_separate_allocations_are_pulled(
         self, machine: Machine, user: LlmDataDist, peer: Peer
     ) -> None:
-        """Each is an allocation, as a layer is in torch, and mapped elsewhere."""
+        """Each tensor is an allocation of its own, as in torch, and is mapped elsewhere."""
         nbytes, at, size = 8 * 96 * 2, 100, 50
         theirs = peer.run("""
             from tests.cuda.side import Side
@@ -206,10 +208,13 @@ class TestOneHost:
             del side
         """)
 
-    def test_memory_of_the_program_is_let_go_of(
+    def test_unregistered_memory_of_the_program_is_unmapped_by_peers(
         self, machine: Machine, user: LlmDataDist, peer: Peer, sim_log: Log
     ) -> None:
-        """Once the peer has heard that its cache is gone: its owner may want to free it."""
+        """The peer releases memory when it knows that the cache is gone.
+
+        Then the owner can free it.
+        """
         peer.run("""
             from tests.cuda.side import Side
             side = Side(1)
@@ -230,12 +235,12 @@ class TestOneHost:
             del side
         """)
 
-    def test_a_cache_of_the_peer_that_is_freed_is_let_go_of(
+    def test_freed_memory_of_the_peer_is_unmapped(
         self, machine: Machine, sim_log: Log, user: LlmDataDist, peer: Peer, shared: str
     ) -> None:
-        """Its memory is free on the device once no process has it mapped.
+        """The device can reuse the memory once no process has it mapped.
 
-        The log begins before `shared`, which is mapped as soon as the user hears of it.
+        The log begins before `shared`, whose memory is mapped when the user hears of it.
         """
         cache = user.allocate_blocks_cache(DEVICE)
         user.pull_blocks(BlocksCacheKey(1), cache, [0], [0])
@@ -244,7 +249,7 @@ class TestOneHost:
         peer.run("datadist.deallocate_cache(cache)")
         wait_until(lambda: len(sim_log.calls("cuMemUnmap", pid=os.getpid())) > before)
 
-    def test_a_lease_that_is_released(
+    def test_a_released_lease_is_refused(
         self, machine: Machine, user: LlmDataDist, peer: Peer, shared: str
     ) -> None:
         blob = peer.run("lease = datadist.lease_blocks(cache, [0, 1]); result = lease.to_bytes()")
@@ -260,7 +265,7 @@ class TestOneHost:
     def test_pools_are_mapped_once(
         self, machine: Machine, make_engine: MakeEngine, peer: Peer, sim_log: Log
     ) -> None:
-        """A part of a pool that is freed and taken again needs no other mapping."""
+        """Reusing a freed part of a pool needs no second mapping."""
         peer.run(
             """
             datadist.finalize()
@@ -280,7 +285,7 @@ class TestOneHost:
         assert len(sim_log.calls("cuMemImportFromShareableHandle", pid=os.getpid())) == 1
 
 
-def test_two_engines_of_one_process(
+def test_two_engines_of_one_process_exchange_blocks(
     machine: Machine, pair: tuple[LlmDataDist, LlmDataDist]
 ) -> None:
     owner, user = pair
@@ -294,8 +299,8 @@ def test_two_engines_of_one_process(
     )
 
 
-def test_a_context_of_its_own(cuda_simulator: CudaControls) -> None:
-    """What kvplan allocates works as before; the program's memory is refused, by name."""
+def test_engines_work_in_a_context_of_their_own(cuda_simulator: CudaControls) -> None:
+    """Memory of kvplan works as before; the program's memory is refused."""
     before = cuda_simulator.contexts()
     program = Cuda()
     program.ok("cuInit", 0)
@@ -319,8 +324,8 @@ def test_a_context_of_its_own(cuda_simulator: CudaControls) -> None:
     assert cuda_simulator.contexts() <= before
 
 
-def test_options_limit_what_copies_take(cuda_simulator: CudaControls, sim_log: Log) -> None:
-    """No batch call of the driver, and one block of the kernel, in a local copy and back."""
+def test_options_limit_the_resources_of_copies(cuda_simulator: CudaControls, sim_log: Log) -> None:
+    """A copy and its return use one block of the kernel and no batch call of the driver."""
     with engine_on(cuda_simulator, cuda_batch_calls=False, cuda_copy_blocks=1) as datadist:
         assert datadist.device is not None
         assert "batch call" not in str(datadist.device.describe()["copies"])
@@ -335,7 +340,7 @@ def test_options_limit_what_copies_take(cuda_simulator: CudaControls, sim_log: L
         assert not any(sim_log.counts("cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2").values())
 
 
-def test_contexts_of_one_device_are_two_devices(cuda_simulator: CudaControls) -> None:
+def test_two_contexts_of_one_device_are_two_devices(cuda_simulator: CudaControls) -> None:
     with (
         engine_on(cuda_simulator, cluster_id=1) as primary,
         LlmDataDist(2, LlmRole.MIX) as own,
@@ -348,7 +353,7 @@ def test_contexts_of_one_device_are_two_devices(cuda_simulator: CudaControls) ->
         assert primary.device.native is not own.device.native
 
 
-def test_nothing_is_left_of_pools(cuda_simulator: CudaControls) -> None:
+def test_pools_are_freed_with_their_engine(cuda_simulator: CudaControls) -> None:
     pools = {"mem_pool_config": PoolConfig(1 << 20), "host_mem_pool_config": PoolConfig(1 << 20)}
     before = cuda_simulator.contexts()
     with engine_on(cuda_simulator, **pools) as datadist:
@@ -359,7 +364,7 @@ def test_nothing_is_left_of_pools(cuda_simulator: CudaControls) -> None:
     assert cuda_simulator.contexts() <= before
 
 
-def test_a_device_that_is_not_there(cuda_simulator: CudaControls) -> None:
+def test_an_unknown_device_is_refused(cuda_simulator: CudaControls) -> None:
     with refused(
         "LLM_FEATURE_NOT_ENABLED", r"accelerator='cuda': device_id=8 is out of range \[0, 8\)"
     ):

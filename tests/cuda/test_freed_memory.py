@@ -1,4 +1,4 @@
-"""Memory that a program frees under its registration is refused, whatever is there then."""
+"""Memory that a program frees while it is registered is refused, even if its address is reused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OTHER = "was freed, and other memory has its addresses now: unregister a cache"
 
 
 class Program:
-    """Memory of cuMemAlloc, and of cuMemMap, that goes and comes again at one address."""
+    """Memory of cuMemAlloc and cuMemMap that is freed and allocated again at one address."""
 
     def __init__(self, simulator: CudaControls) -> None:
         self.cuda = Cuda()
@@ -58,7 +58,7 @@ class Program:
         return self.cuda.made("cuMemAddressReserve", GRANULE, 0, 0, 0)
 
     def map(self, address: int) -> None:
-        """As vLLM's sleep mode does when it wakes up."""
+        """Map new memory at an address, as vLLM does when it wakes up from sleep mode."""
         where = Location(1, NUM_DEVICE)
         wanted = Allocation(type=1, handle_types=0, location=where)
         handle = self.cuda.made("cuMemCreate", GRANULE, ctypes.byref(wanted), 0)
@@ -91,7 +91,7 @@ def engine(cuda_simulator: CudaControls, program: Program) -> Iterator[LlmDataDi
 
 @pytest.mark.parametrize("is_mapped", [False, True], ids=["cuMemAlloc", "cuMemMap"])
 @pytest.mark.parametrize("desc", [ONE, SMALL], ids=["batch", "kernel"])
-def test_memory_that_replaced_a_freed_tensor_is_not_moved(
+def test_memory_that_replaced_a_freed_tensor_is_not_copied(
     engine: LlmDataDist, program: Program, desc: CacheDesc, is_mapped: bool
 ) -> None:
     address = program.reserve() if is_mapped else program.allocate()
@@ -126,7 +126,9 @@ def test_memory_that_replaced_a_freed_tensor_is_not_moved(
         program.free(address)
 
 
-def test_nor_read_or_written(engine: LlmDataDist, program: Program) -> None:
+def test_memory_that_replaced_a_freed_tensor_is_not_read_or_written(
+    engine: LlmDataDist, program: Program
+) -> None:
     address = program.allocate()
     cache = engine.register_blocks_cache(ONE, [address])
     engine.write_cache(cache, [np.ones(ONE.shape, np.uint8)])
@@ -140,7 +142,9 @@ def test_nor_read_or_written(engine: LlmDataDist, program: Program) -> None:
     program.free(address)
 
 
-def test_nor_moved_to_pageable_memory(engine: LlmDataDist, program: Program) -> None:
+def test_memory_that_replaced_a_freed_tensor_is_not_copied_to_pageable_memory(
+    engine: LlmDataDist, program: Program
+) -> None:
     address = program.allocate()
     cache = engine.register_blocks_cache(ONE, [address])
     host = engine.register_blocks_cache(HOST, [np.zeros(HOST.shape, np.uint8)])
@@ -153,7 +157,9 @@ def test_nor_moved_to_pageable_memory(engine: LlmDataDist, program: Program) -> 
     program.free(address)
 
 
-def test_nor_sent_to_a_peer(cuda_simulator: CudaControls, program: Program) -> None:
+def test_memory_that_replaced_a_freed_tensor_is_not_sent_to_a_peer(
+    cuda_simulator: CudaControls, program: Program
+) -> None:
     with (
         engine_on(
             cuda_simulator, NUM_DEVICE, transport="tcp", listen_ip_info="127.0.0.1:0"
@@ -178,10 +184,10 @@ def test_nor_sent_to_a_peer(cuda_simulator: CudaControls, program: Program) -> N
         program.free(address)
 
 
-def test_a_cache_that_is_registered_at_freed_addresses_is_used(
+def test_a_cache_that_is_registered_at_freed_addresses_is_usable(
     engine: LlmDataDist, program: Program, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Though the one before was not unregistered; which is, from then on."""
+    """The earlier registration was not ended by the program; the new one ends it."""
     address = program.allocate()
     old = engine.register_blocks_cache(ONE, [address], BlocksCacheKey(2, 1))
     program.free(address)
@@ -201,7 +207,7 @@ def test_a_cache_that_is_registered_at_freed_addresses_is_used(
     program.free(address)
 
 
-def test_memory_that_kvplan_allocates_at_freed_addresses_is_its_own(
+def test_memory_that_kvplan_allocates_at_freed_addresses_is_usable(
     engine: LlmDataDist, program: Program
 ) -> None:
     address = program.allocate()
@@ -214,8 +220,10 @@ def test_memory_that_kvplan_allocates_at_freed_addresses_is_its_own(
     engine.unregister_cache(cache.cache_id)
 
 
-def test_plain_addresses_that_are_freed(engine: LlmDataDist, program: Program) -> None:
-    """Not registered: they are looked up for each transfer."""
+def test_freed_addresses_without_registration_are_refused(
+    engine: LlmDataDist, program: Program
+) -> None:
+    """Unregistered addresses are looked up for each transfer."""
     address = program.allocate()
     host = engine.allocate_blocks_cache(HOST)
     cache = engine.register_blocks_cache(ONE, [address])
@@ -234,21 +242,23 @@ def test_plain_addresses_that_are_freed(engine: LlmDataDist, program: Program) -
 
 
 @pytest.mark.parametrize("replaced", [[True], [False, True], [True, False, False]])
-def test_each_of_several_watches_counts(cuda_simulator: CudaControls, replaced: list[bool]) -> None:
-    """As that of groups of tensors, which were registered one by one."""
+def test_each_of_several_watches_is_checked(
+    cuda_simulator: CudaControls, replaced: list[bool]
+) -> None:
+    """Groups of tensors that were registered one by one have such watches."""
 
-    class Seen(NamedTuple):
+    class Watched(NamedTuple):
         is_replaced: bool
 
     device = open_accelerator("cuda", NUM_DEVICE)
     assert device is not None
 
-    def memory(*watches: Seen) -> DeviceMemory:
+    def memory(*watches: Watched) -> DeviceMemory:
         columns = (np.array([item], np.uint64) for item in (GRANULE, GRANULE))
         return DeviceMemory(device, *columns, writable=True, owner="said", watches=watches)
 
     memory().check()
-    memory(*[Seen(False)] * len(replaced)).check()
+    memory(*[Watched(False)] * len(replaced)).check()
     with refused("LLM_KV_CACHE_NOT_EXIST", OTHER):
-        memory(*map(Seen, replaced)).check()
+        memory(*map(Watched, replaced)).check()
     device.close()

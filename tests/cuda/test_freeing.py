@@ -1,6 +1,6 @@
-"""Memory that is freed while work of the context goes on stays mapped, and its owner goes on.
+"""Tests that freeing memory does not wait for pending work of the context.
 
-Each in a process of its own, because a call that waits for the event would never return.
+Each test runs in a process of its own, because a call that waits for the event would never return.
 """
 
 from __future__ import annotations

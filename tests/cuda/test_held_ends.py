@@ -1,4 +1,4 @@
-"""Memory and devices that go while copies still stand behind an event."""
+"""Release of memory and devices while copies still wait for an event."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvnative._device import Device
 from kvnative._executor import Executor
 from tests.ascend.acl_cases import Case, between
 from tests.ascend.simulator import Log
-from tests.cuda.held import begin, taken
+from tests.cuda.held import begin, take_point
 from tests.cuda_sim.simulator import CudaControls
 from tests.datadist.layers import wait_until
 from tests.device.compute import Compute, handle_of
@@ -28,7 +28,7 @@ def run(executor: Executor, case: Case) -> None:
 
 
 class TestEnds:
-    """Of memory, and of the device, while what was given up still stands behind its event."""
+    """Memory and devices that end while a cancelled transfer still waits for its event."""
 
     def test_in_a_context_of_its_own_memory_is_freed_at_once(
         self, cuda_simulator: CudaControls, device: Device, compute: Compute, sim_log: Log
@@ -46,27 +46,29 @@ class TestEnds:
         compute.release()
 
         def has_passed() -> bool:
-            """Launches find that, so that it is not lost with the device."""
+            """Run a copy, whose launch notices the event; return True if its stream has ended."""
             run(executor, between(own, cuda_simulator, "device_to_device", [100] * 20))
             return bool(sim_log.calls("cuStreamDestroy_v2"))
 
         wait_until(has_passed)
 
     @pytest.mark.parametrize("context", ["primary", "own"])
-    def test_the_device_goes_before_the_event_comes(
+    def test_a_device_may_be_closed_before_the_event_comes(
         self, cuda_simulator: CudaControls, context: str
     ) -> None:
-        """What launches read stays: they begin when no part of the process knows of them.
+        """The memory that launches read stays, because they begin after the device has ended.
 
-        In a process of its own, which loses that memory.
+        The test runs in a process of its own, which leaks that memory.
         """
         run_alone(CLOSED_BEFORE, context)
 
-    def test_an_engine_goes_before_the_event_comes(self, cuda_simulator: CudaControls) -> None:
+    def test_an_engine_may_end_before_the_event_comes(self, cuda_simulator: CudaControls) -> None:
         run_alone(FINALIZED_BEFORE)
 
-    def test_launches_that_wait_for_their_end(self, cuda_simulator: CudaControls) -> None:
-        """So none is made behind an event: nothing would stop the thread that makes it."""
+    def test_blocking_launches_are_not_made_behind_an_event(
+        self, cuda_simulator: CudaControls
+    ) -> None:
+        """No launch is made behind an event, because the waiting thread could not be stopped."""
         run_alone(BLOCKING_LAUNCHES, CUDA_LAUNCH_BLOCKING="1")
 
 
@@ -123,7 +125,7 @@ case = between(device, simulator, "device_to_device", [100] * 20)
 compute.hold()
 point = device.take_event(handle_of(compute.event()))
 tasks = [executor.submit(case.descriptors, after=point) for _ in "ab"]
-assert all(it.wait(50, give_up=False).status == KVN_PENDING for it in tasks)
+assert all(task.wait(50, give_up=False).status == KVN_PENDING for task in tasks)
 assert tasks[0].cancel().status == KVN_CANCELLED
 compute.release()
 assert tasks[1].wait(60_000).status == KVN_OK
@@ -175,15 +177,15 @@ assert controls().violations() == 0, controls().last_violation()
 """
 
 
-def test_cancelled_when_its_event_has_just_come(
+def test_a_transfer_is_cancelled_just_after_its_event(
     device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log
 ) -> None:
-    """Whichever is first: what is reported as not moved is not touched after that."""
+    """In either order, descriptors that are reported as not moved are not touched afterwards."""
     executor = Executor(device.backend("device_to_device"))
     for _ in range(20):
         case = between(device, cuda_simulator, "device_to_device", [1000] * 50)
         compute.hold()
-        task = begin(executor, case, taken(device, compute), sim_log)
+        task = begin(executor, case, take_point(device, compute), sim_log)
         compute.release()
         report = task.cancel()
         seen = case.target.copy()

@@ -1,6 +1,6 @@
-"""The copy kernel, compiled for the host, against NumPy: sizes, alignments, sharing out, stopping.
+"""The copy kernel, compiled for the host, compared with NumPy: sizes, alignments, blocks and stops.
 
-Each access is checked: aligned to its size, and of bytes that a descriptor has.
+Each access is checked: it must be aligned to its size and lie inside a descriptor.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ def memories(nbytes: int) -> tuple[Memory, Memory]:
 
 @st.composite
 def descriptors(draw: st.DrawFn, alike: bool) -> Descriptors:
-    """Some, in any order on both sides, a few bytes apart, so that neighbours' bytes are seen."""
+    """Draw descriptors in any order on both sides, so close that overruns are detected."""
     sizes = st.one_of(
         st.integers(0, 40), st.integers(PIECE - 20, PIECE + 20), st.integers(0, 100_000)
     )
@@ -42,7 +42,7 @@ def descriptors(draw: st.DrawFn, alike: bool) -> Descriptors:
 @pytest.mark.parametrize("few", [True, False], ids=["parameters", "memory"])
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "unlike"])
 @given(data=st.data(), blocks=st.integers(1, 5))
-def test_the_kernel_leaves_the_bytes_that_numpy_leaves(
+def test_the_kernel_copies_the_same_bytes_as_numpy(
     data: st.DataObject, blocks: int, alike: bool, few: bool
 ) -> None:
     work = data.draw(descriptors(alike))
@@ -56,7 +56,7 @@ def test_the_kernel_leaves_the_bytes_that_numpy_leaves(
 
 @pytest.mark.parametrize("dst_at", range(17))
 @pytest.mark.parametrize("src_at", [0, 1, 2, 4, 8, 15])
-def test_each_alignment_of_both_sides(dst_at: int, src_at: int) -> None:
+def test_all_alignments_of_both_sides_are_copied(dst_at: int, src_at: int) -> None:
     dst, src = memories(3 * PIECE)
     for nbytes in (0, 1, 15, 16, 17, 31, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 5):
         work = Descriptors([(dst_at, src_at, nbytes)])
@@ -65,7 +65,7 @@ def test_each_alignment_of_both_sides(dst_at: int, src_at: int) -> None:
         np.testing.assert_array_equal(dst, expected)
 
 
-def test_as_many_as_there_are_parameters() -> None:
+def test_descriptors_in_parameters_are_copied() -> None:
     dst, src = memories(FEW * 64)
     work = Descriptors([(64 * i, 64 * (FEW - 1 - i), 64) for i in range(FEW)])
     expected = work.expected(dst, src)
@@ -84,7 +84,7 @@ def test_any_number_of_blocks_moves_each_byte_once() -> None:
         np.testing.assert_array_equal(dst, expected)
 
 
-def test_given_up_before_it_begins_it_touches_nothing() -> None:
+def test_a_launch_that_is_stopped_before_it_begins_touches_no_memory() -> None:
     dst, src = memories(4 * PIECE)
     work = Descriptors([(0, 0, 4 * PIECE)])
     before = dst.copy()
@@ -94,10 +94,10 @@ def test_given_up_before_it_begins_it_touches_nothing() -> None:
     assert work.control.begun == 1
 
 
-def test_told_to_stop_it_goes_on_for_some_256_kib_a_warp() -> None:
+def test_a_stopped_warp_copies_at_most_about_256_kib_more() -> None:
     dst, src = memories(8 << 20)
     work = Descriptors([(0, 0, 8 << 20)])
-    # The blocks after the first one begin when it is told already.
+    # The later blocks begin when the stop is already requested.
     stored = work.launch(dst, src, blocks=4, few=True, stop_at=1)
     assert 0 < stored <= WARPS * (LOOK + PIECE)
     assert work.launch(dst, src, blocks=4, few=True) == 0, "it was told before"
@@ -106,6 +106,6 @@ def test_told_to_stop_it_goes_on_for_some_256_kib_a_warp() -> None:
 def test_a_launch_is_stopped_in_the_midst_of_a_block() -> None:
     dst, src = memories(8 << 20)
     work = Descriptors([(0, 0, 8 << 20)])
-    told = 3 * (8 << 20) // 4
-    stored = work.launch(dst, src, blocks=1, few=False, stop_at=told)
-    assert told <= stored <= told + WARPS * (LOOK + PIECE)
+    stop_nbytes = 3 * (8 << 20) // 4
+    stored = work.launch(dst, src, blocks=1, few=False, stop_at=stop_nbytes)
+    assert stop_nbytes <= stored <= stop_nbytes + WARPS * (LOOK + PIECE)

@@ -1,9 +1,9 @@
-"""How a launch is given up: all interleavings of the host and of some blocks.
+"""Cancellation of a launch: all interleavings of the host and of some blocks.
 
-A model of what copy.cu and launch.c do with the two words, in a memory with store buffers. A
-processor's stores wait in its buffer until it flushes them, at any time, and at its fences at the
-latest: so a load may be before an earlier store of the same processor to another word, as it may on
-GPUs and hosts.
+The model has the two words of copy.cu and launch.c, in a memory with store buffers. A processor's
+stores wait in its buffer until the processor flushes them, at any time, but at its fences at the
+latest. So a load may precede an earlier store of the same processor to another word, as on GPUs and
+hosts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ BEGUN, STOP = 0, 1
 
 
 class State(NamedTuple):
-    """Of memory and of all actors: the host is the first, then blocks."""
+    """The state of memory and of all actors: the host first, then blocks."""
 
     memory: tuple[int, int] = (0, 0)
     buffers: tuple[tuple[tuple[int, int], ...], ...] = ((),) * (1 + BLOCKS)
     steps: tuple[int, ...] = (0,) * (1 + BLOCKS)
-    returned: bool = False  # abort has: nothing may be touched any more
-    touched: int = 0  # pieces
+    returned: bool = False  # True once abort has returned; then no block may touch memory
+    touched: int = 0  # number of pieces
 
 
 def put(of: tuple, at: int, value: object) -> tuple:  # type: ignore[type-arg]
@@ -32,7 +32,7 @@ def put(of: tuple, at: int, value: object) -> tuple:  # type: ignore[type-arg]
 
 
 def load(state: State, actor: int, word: int) -> int:
-    """Its own latest store, or memory."""
+    """Return the actor's own latest store, or the value in memory."""
     own = [value for where, value in state.buffers[actor] if where == word]
     return own[-1] if own else state.memory[word]
 
@@ -51,7 +51,10 @@ END = 99
 
 
 def host(state: State, fences: bool) -> Iterator[State]:
-    """Stores stop; fence; loads begun: 0 returns at once, otherwise it waits for all blocks."""
+    """Model the host: store "stop", fence, load "begun".
+
+    It returns at once for 0, else after all blocks.
+    """
     step = state.steps[0]
     if step == 0:
         yield go(store(state, 0, STOP), 0)
@@ -67,7 +70,7 @@ def host(state: State, fences: bool) -> Iterator[State]:
 
 
 def block(state: State, actor: int, fences: bool) -> Iterator[State]:
-    """Stores begun; fence; loads stop; a look and a piece in turn."""
+    """Model a block: store "begun", fence, then load "stop" before each piece."""
     step = state.steps[actor]
     if step == 0:
         yield go(store(state, actor, BEGUN), actor)
@@ -96,7 +99,7 @@ def following(state: State, fences: bool) -> Iterator[State]:
 
 
 def explore(fences: bool) -> set[State]:
-    """All states that can be reached."""
+    """Return all states that can be reached."""
     seen = {State()}
     left = [State()]
     while left:
@@ -107,7 +110,7 @@ def explore(fences: bool) -> set[State]:
     return seen
 
 
-def test_nothing_is_touched_after_abort_has_returned() -> None:
+def test_no_memory_is_touched_after_abort_has_returned() -> None:
     states = explore(fences=True)
     ended = [state for state in states if all(step == END for step in state.steps)]
     assert {item.touched for item in ended} == set(range(BLOCKS * PIECES + 1))
@@ -118,6 +121,6 @@ def test_nothing_is_touched_after_abort_has_returned() -> None:
     assert stuck == []
 
 
-def test_without_fences_it_would_be() -> None:
+def test_memory_could_be_touched_without_fences() -> None:
     with pytest.raises(AssertionError, match="after abort has returned"):
         explore(fences=False)

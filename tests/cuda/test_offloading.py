@@ -1,4 +1,4 @@
-"""Offloading as a user does it: blocks of a GPU's cache wait in pinned memory, and come back."""
+"""Offloading by a user: blocks of a GPU's cache move to pinned memory, and back."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def held(datadist: LlmDataDist, cache: Cache) -> Blocks:
     return np.stack(datadist.arrays(cache, copy=True))
 
 
-def test_blocks_wait_in_pinned_memory_and_come_back_elsewhere(datadist: LlmDataDist) -> None:
+def test_blocks_return_from_pinned_memory_to_other_places(datadist: LlmDataDist) -> None:
     gpu, host = (datadist.allocate_blocks_cache(item) for item in (GPU, HOST))
     given, before = contents(1, GPU), contents(2, HOST)
     datadist.write_cache(gpu, given)
@@ -75,7 +75,7 @@ def test_blocks_wait_in_pinned_memory_and_come_back_elsewhere(datadist: LlmDataD
     np.testing.assert_array_equal(held(datadist, host), before)
 
 
-def test_several_at_once_without_waiting(datadist: LlmDataDist) -> None:
+def test_several_swaps_run_without_waiting(datadist: LlmDataDist) -> None:
     gpu, host = (datadist.allocate_blocks_cache(item) for item in (GPU, HOST))
     given = contents(1, GPU)
     datadist.write_cache(gpu, given)
@@ -93,7 +93,7 @@ def test_several_at_once_without_waiting(datadist: LlmDataDist) -> None:
     np.testing.assert_array_equal(held(datadist, host)[:, 1 : 3 * GPU_BLOCKS : 3], given)
 
 
-def test_slots_are_copied_to_and_fro(datadist: LlmDataDist) -> None:
+def test_slots_are_copied_in_both_directions(datadist: LlmDataDist) -> None:
     gpu, host = (datadist.allocate_cache(item) for item in (GPU, HOST))
     given = contents(1, GPU)
     datadist.write_cache(gpu, given)

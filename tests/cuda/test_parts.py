@@ -1,4 +1,4 @@
-"""What the copy kernel may be given, memory that cannot be noted, dropped streams: all in C."""
+"""C tests: memory that the copy kernel may use, memory that cannot be noted, dropped streams."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
         *("asked_once_without_a_range", "registered_again"),
     ],
 )
-def test_reach(check: Check, name: str) -> None:
+def test_the_kernel_gets_only_reachable_memory(check: Check, name: str) -> None:
     check(name)
 
 
-def test_share(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_memory_that_cannot_be_noted_is_not_shared(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     folder = tmp_path_factory.mktemp("share")
     compiled(folder, "tests/cuda/share_main.c")("gone_if_not_noted")
 
 
-def test_of_a_stream_that_is_dropped_nothing_is_left(
+def test_a_dropped_stream_leaves_no_resources(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     compiled(tmp_path_factory.mktemp("launch"), "tests/cuda/launch_main.c")("dropped_stream")

@@ -1,4 +1,4 @@
-"""GPU memory of another process in pieces, as torch's expandable segments are."""
+"""GPU memory of another process in pieces, like torch's expandable segments."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.support.held import Held
 from tests.support.refusals import refused
 from tests.support.rights import denying
 
-NUM_PIECES = 4 * MAX_BATCH + 44  # more than a message holds, and than Linux sends in one
-BLOCK = 3 << 19  # bytes; every third one lies in two pieces
+NUM_PIECES = 4 * MAX_BATCH + 44  # more than fit into a message, or into one call of Linux
+BLOCK = 3 << 19  # bytes; every third block lies in two pieces
 NUM_BLOCKS = NUM_PIECES * GRANULE // BLOCK
 
 
 @pytest.fixture
 def side(cuda_simulator: CudaControls) -> Iterator[Side]:
-    """This process, on device 0; nothing may be left."""
+    """This process on device 0. A test that leaks resources fails."""
     side = Side(0)
     yield side
     assert side.close() == {}
@@ -38,7 +38,7 @@ def side(cuda_simulator: CudaControls) -> Iterator[Side]:
 
 @pytest.fixture
 def other(cuda_simulator: CudaControls) -> Iterator[Other]:
-    """The owner of memory, on device 0 too; nothing may be left there."""
+    """The owner of memory, on device 0, too. A test that leaks resources there fails."""
     other = Other()
     yield other
     if not other.dead:
@@ -53,14 +53,14 @@ def linked(side: Side, other: Other) -> LocalLink:
 
 
 def offered(other: Other, num_pieces: int) -> int:
-    """Return the address of registered memory in so many pieces."""
+    """Return the address of registered memory in pieces."""
     there: int = other.call("expandable", [True] * num_pieces)
     other.call("register", there, num_pieces * GRANULE)
     return there
 
 
 def pull(side: Side, link: LocalLink, there: int, num_blocks: int, src: list[int]) -> bytes:
-    """Return these blocks of memory that the peer has at that address."""
+    """Return blocks of the peer's memory at an address."""
     desc = CacheDesc(1, (num_blocks, BLOCK), DataType.DT_UINT8, Placement.DEVICE)
     here = side.allocate("kvplan", 9, len(src) * BLOCK)
     target = CacheDesc(1, (len(src), BLOCK), DataType.DT_UINT8, Placement.DEVICE)
@@ -73,7 +73,7 @@ def pull(side: Side, link: LocalLink, there: int, num_blocks: int, src: list[int
 
 
 def written(other: Other, there: int, blocks: list[int]) -> bytes:
-    """Write blocks there; return them."""
+    """Write blocks to the peer's memory; return them."""
     content = [pattern(block, BLOCK).tobytes() for block in blocks]
     for block, data in zip(blocks, content, strict=True):
         other.call("write", there + block * BLOCK, data)
@@ -81,7 +81,7 @@ def written(other: Other, there: int, blocks: list[int]) -> bytes:
 
 
 def test_more_pieces_than_a_message_holds(side: Side, other: Other, sim_log: Log) -> None:
-    """A tensor of them is one range here, and what was open for it is closed."""
+    """A tensor of many pieces is one range here, and all descriptors for it are closed."""
     there = offered(other, NUM_PIECES)
     blocks = [0, 1, 64, 85, 86, 211, NUM_BLOCKS - 2, NUM_BLOCKS - 1, 2]
     expected = written(other, there, blocks)
@@ -96,7 +96,7 @@ def test_more_pieces_than_a_message_holds(side: Side, other: Other, sim_log: Log
     other.call("free_expandable", there, NUM_PIECES)
 
 
-def test_it_is_pushed_to(side: Side, other: Other) -> None:
+def test_pieces_are_written_by_a_push(side: Side, other: Other) -> None:
     there = offered(other, 3)
     other.call("write", there, bytes(3 * GRANULE))
     desc = CacheDesc(1, (4, BLOCK), DataType.DT_UINT8, Placement.DEVICE)
@@ -114,9 +114,7 @@ def test_it_is_pushed_to(side: Side, other: Other) -> None:
     other.call("free_expandable", there, 3)
 
 
-def test_a_part_of_it_has_the_pieces_that_hold_the_part(
-    side: Side, other: Other, sim_log: Log
-) -> None:
+def test_a_registered_part_has_only_its_own_pieces(side: Side, other: Other, sim_log: Log) -> None:
     there = other.call("expandable", [True] * 6)
     part = there + GRANULE + 4096
     other.call("register", part, 2 * BLOCK)
@@ -128,8 +126,8 @@ def test_a_part_of_it_has_the_pieces_that_hold_the_part(
     other.call("free_expandable", there, 6)
 
 
-def test_two_tensors_that_share_a_piece(side: Side, other: Other) -> None:
-    """The piece is mapped for each; neither changes what the other has, or outlives the link."""
+def test_two_tensors_may_share_a_piece(side: Side, other: Other) -> None:
+    """Each tensor has a mapping of the piece, which does not depend on the other mapping."""
     there = other.call("expandable", [True] * 3)
     second = there + 3 * GRANULE // 2
     for tensor in (there, second):
@@ -146,8 +144,8 @@ def test_two_tensors_that_share_a_piece(side: Side, other: Other) -> None:
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_a_piece_that_may_not_be_exported(side: Side, bad: int) -> None:
-    """Its owner learns what to set."""
+def test_a_piece_that_may_not_be_exported_is_refused(side: Side, bad: int) -> None:
+    """The owner's log names the setting."""
     address = side.expandable([index != bad for index in range(3)])
     with refused(
         "LLM_FEATURE_NOT_ENABLED",
@@ -160,15 +158,15 @@ def test_a_piece_that_may_not_be_exported(side: Side, bad: int) -> None:
     side.free_expandable(address, 3)
 
 
-def test_memory_behind_the_last_piece(side: Side) -> None:
+def test_memory_behind_the_last_piece_is_refused(side: Side) -> None:
     address = side.expandable([True, True])
     with pytest.raises(NativeError, match="is not memory that was allocated on a GPU"):
         export(side.device.native, address, 2 * GRANULE + 1)
     side.free_expandable(address, 2)
 
 
-def test_a_piece_that_is_unmapped_while_a_peer_has_it(side: Side, other: Other) -> None:
-    """Who has mapped it keeps it; who maps it later is refused."""
+def test_an_unmapped_piece_stays_valid_in_existing_mappings(side: Side, other: Other) -> None:
+    """Existing mappings keep the memory; later ones are refused."""
     there = offered(other, 3)
     expected = written(other, there, [0, 1, 3])
     with linked(side, other) as link:
@@ -190,7 +188,7 @@ def test_a_piece_that_is_unmapped_while_a_peer_has_it(side: Side, other: Other) 
 @pytest.mark.parametrize(
     "call", ["cuMemImportFromShareableHandle:2", "cuMemMap:3", "cuMemSetAccess:1"]
 )
-def test_a_failure_in_the_middle_leaves_nothing(
+def test_a_failure_in_the_middle_leaves_no_resources(
     side: Side, other: Other, cuda_simulator: CudaControls, call: str
 ) -> None:
     there = offered(other, 3)
@@ -204,8 +202,8 @@ def test_a_failure_in_the_middle_leaves_nothing(
     other.call("free_expandable", there, 3)
 
 
-def test_the_owner_has_few_descriptors_left(side: Side, other: Other) -> None:
-    """It makes as many as it can at a time."""
+def test_an_owner_with_few_descriptors_sends_smaller_batches(side: Side, other: Other) -> None:
+    """The owner makes as many descriptors as it can at a time."""
     there = offered(other, 8)
     expected = written(other, there, [0, 9])
     with linked(side, other) as link:
@@ -219,18 +217,19 @@ def test_the_owner_has_few_descriptors_left(side: Side, other: Other) -> None:
 LIMIT = r"which cannot be mapped: .*Too many open files: RLIMIT_NOFILE is \d+ \(ulimit -n\)"
 
 
-def test_a_receiver_that_has_few_descriptors_left(side: Side, other: Other) -> None:
-    """It says which limit it is, keeps none of a batch, and maps it once it has descriptors."""
+def test_a_receiver_with_too_few_descriptors_fails_cleanly(side: Side, other: Other) -> None:
+    """The error names the limit. No descriptor of a batch is kept, and a later attempt succeeds."""
     num_pieces = MAX_BATCH + 1
     there = offered(other, num_pieces)
     expected = written(other, there, [0, 85])
     with linked(side, other) as link:
         before, of_owner = Held.now(), other.call("num_descriptors")
-        for spare in (0, 1, 2, MAX_BATCH):  # no socket; then that many of a batch, but for it
+        # Without a socket; then with descriptors for a part of a batch.
+        for spare in (0, 1, 2, MAX_BATCH):
             with spare_descriptors(spare), refused("LLM_OUT_OF_MEMORY", LIMIT):
                 link.memory([there], num_pieces * GRANULE)
             before.check_nothing_new()
-        with pytest.raises(PermissionError):  # it answers one request after another
+        with pytest.raises(PermissionError):  # the owner answers requests one by one
             ask(other.pid, link.metadata.descriptors, b"", 0)
         assert other.call("num_descriptors") <= of_owner + 1  # the connection of that request
         assert pull(side, link, there, 86, [0, 85]) == expected
@@ -241,10 +240,10 @@ def test_a_receiver_that_has_few_descriptors_left(side: Side, other: Other) -> N
 @pytest.mark.parametrize(
     ("rights", "spare"), [("", 0), (denying("pidfd_getfd"), 0), (denying("pidfd_getfd"), 1)]
 )
-def test_a_receiver_without_a_descriptor_for_an_allocation(
+def test_a_receiver_without_descriptors_fails_cleanly(
     side: Side, cuda_simulator: CudaControls, rights: str, spare: int
 ) -> None:
-    """The same, of memory with one descriptor, which is duplicated, or sent if it cannot be."""
+    """Memory with a single descriptor, which is duplicated or sent, fails likewise."""
     there = side.offer("kvplan", 1)
     other = Other()
     try:
@@ -277,8 +276,8 @@ def test_a_receiver_without_a_descriptor_for_an_allocation(
         other.close()
 
 
-def test_an_owner_that_does_not_answer(side: Side, other: Other) -> None:
-    """It has no link to this process."""
+def test_an_owner_that_does_not_answer_is_reported(side: Side, other: Other) -> None:
+    """The owner has no link to this process."""
     there = offered(other, 1)
     with (
         side.transport.connect(other.call("metadata"), session=SESSION) as link,
@@ -289,7 +288,7 @@ def test_an_owner_that_does_not_answer(side: Side, other: Other) -> None:
     other.call("free_expandable", there)
 
 
-def test_descriptors_are_made_when_they_are_taken(side: Side) -> None:
+def test_descriptors_are_made_on_request(side: Side) -> None:
     address = side.expandable([True] * 3)
     exported = export(side.device.native, address + 5, 2 * GRANULE)
     assert (exported.address, exported.nbytes, exported.num_pieces) == (address, 3 * GRANULE, 3)

@@ -1,4 +1,4 @@
-"""Host memory that is registered with the driver in parts, as it may refuse a large one."""
+"""Host memory that is registered in parts, because the driver may refuse a large registration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = mmap.PAGESIZE
 PART, NUM_PARTS = 4 * PAGE, 3
 NBYTES = NUM_PARTS * PART - PAGE  # the last part is short
 REGISTER, UNREGISTER = "cuMemHostRegister_v2", "cuMemHostUnregister"
-# Inside of a part, up to a boundary, across one by a byte on each side, across all, from one on.
+# Inside of a part, up to a boundary, one byte across on each side, all parts, and from one byte on.
 PLACES = [(10, 100), (PART - 100, 100), (PART - 1, 2), (7, NBYTES - 7), (2 * PART, 5)]
 WAYS = {
     "kernel": CopyTuning(1 << 30, 0, 4),
@@ -67,7 +67,7 @@ def test_each_part_is_registered_and_none_is_left(
 
 
 @pytest.mark.parametrize("nbytes", [PART - PAGE, PART])
-def test_what_fits_is_registered_at_once(
+def test_small_memory_is_registered_at_once(
     device: Device, pages: np.ndarray, sim_log: Log, nbytes: int
 ) -> None:
     pin(device, pages.ctypes.data, nbytes).close()
@@ -75,7 +75,7 @@ def test_what_fits_is_registered_at_once(
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3])
-def test_a_part_that_is_refused_leaves_none_registered(
+def test_a_refused_part_leaves_no_registrations(
     device: Device, pages: np.ndarray, cuda_simulator: CudaControls, failing: int
 ) -> None:
     cuda_simulator.add_fault(f"{REGISTER}:{failing}=2")
@@ -86,10 +86,10 @@ def test_a_part_that_is_refused_leaves_none_registered(
     pin(device, pages.ctypes.data, NBYTES).close()
 
 
-def test_a_part_that_the_program_has_unregistered(
+def test_a_part_that_the_program_has_unregistered_does_not_affect_others(
     device: Device, pages: np.ndarray, sim_log: Log
 ) -> None:
-    """The others are unregistered all the same."""
+    """The other parts are still unregistered."""
     pinned = pin(device, pages.ctypes.data, NBYTES)
     program = Cuda(VARIANT)
     program.primary(3)
@@ -104,7 +104,7 @@ def test_a_part_that_the_program_has_unregistered(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("direction", ["host_to_device", "device_to_host"])
-def test_transfers_across_the_boundary(
+def test_transfers_across_boundaries_are_cut(
     device: Device,
     pages: np.ndarray,
     pinned: Pinned,
@@ -112,7 +112,7 @@ def test_transfers_across_the_boundary(
     direction: str,
     way: str,
 ) -> None:
-    """No copy of the driver has a host side in two registrations."""
+    """The host side of a copy must not lie in two registrations."""
     tune_copies(device, direction, WAYS[way])
     buffer = device.allocate(NBYTES)
     host, there, expected = pages.ctypes.data, buffer.address, content(1)
@@ -140,15 +140,15 @@ def test_transfers_across_the_boundary(
 
 
 def assert_whole(log: Log, host: int) -> None:
-    """Fail if a copy of one descriptor crosses a boundary; the stand-in fails those of a batch."""
+    """Fail if a copy of one descriptor crosses a boundary; the stand-in checks batches itself."""
     copies = [call.fields for call in log.calls("cuMemcpyAsync")]
     assert all(copy["bytes"] <= PART for copy in copies), copies
 
 
-def test_caches_are_written_and_read_across_the_boundary(
+def test_caches_are_written_and_read_across_boundaries(
     device: Device, pages: np.ndarray, pinned: Pinned
 ) -> None:
-    """By the copies that wait, with pinned memory of the user."""
+    """Writes and reads use synchronous copies with the user's pinned memory."""
     buffer, expected = device.allocate(NBYTES), content(2)
     pages[:] = expected
     device.write(buffer.address, pages)
@@ -157,7 +157,9 @@ def test_caches_are_written_and_read_across_the_boundary(
     assert np.array_equal(pages, expected)
 
 
-def test_without_batch_calls(device: Device, pages: np.ndarray, pinned: Pinned) -> None:
+def test_copies_across_boundaries_work_without_batch_calls(
+    device: Device, pages: np.ndarray, pinned: Pinned
+) -> None:
     limit_copies(device, batch_calls=False)
     tune_copies(device, "host_to_device", WAYS["batch"])
     buffer = device.allocate(NBYTES)

@@ -1,6 +1,6 @@
-"""Tensors on a GPU are registered as they are.
+"""Tensors on a GPU are registered without a copy.
 
-No framework is installed here: objects that speak their protocols stand in for their tensors, over
+No framework is installed here: objects with the protocols of frameworks stand in for tensors, over
 memory of the stand-in for CUDA.
 """
 
@@ -28,7 +28,7 @@ DESC = CacheDesc(2, SHAPE, DataType.DT_FLOAT16, kv_tensor_format=NHD)
 
 @pytest.fixture
 def program(cuda_simulator: CudaControls) -> Iterator[Program]:
-    """What allocates in the same process, as torch does."""
+    """A program that allocates in the same process, like torch."""
     made = Program(device_id=1)
     yield made
     made.close()
@@ -54,7 +54,7 @@ def numba_like(address: int) -> Any:
 
 
 @pytest.mark.parametrize("library", [torch_like, cupy_like, numba_like])
-def test_registered_end_to_end(
+def test_registered_tensors_are_transferred(
     program: Program, datadist: LlmDataDist, library: Callable[[int], Any]
 ) -> None:
     addresses = program.allocate(2, SHOWN.nbytes)
@@ -64,7 +64,7 @@ def test_registered_end_to_end(
     assert desc.placement is Placement.DEVICE
     cache = datadist.register_blocks_cache(desc, tensors)
     assert cache.tensor_addrs == tuple(addresses)
-    held = weakref.ref(tensors[1].array)  # whoever keeps the tensor keeps that
+    held = weakref.ref(tensors[1].array)  # references to the tensor keep this array alive
     del tensors
     gc.collect()
     assert held() is not None
@@ -78,7 +78,7 @@ def test_registered_end_to_end(
     assert held() is None
 
 
-def test_a_slot_cache_too(program: Program, datadist: LlmDataDist) -> None:
+def test_a_slot_cache_is_registered(program: Program, datadist: LlmDataDist) -> None:
     addresses = program.allocate(2, SHOWN.nbytes)
     cache = datadist.register_cache(DESC, [torch_like(address) for address in addresses])
     given = np.ones((2, *SHAPE), np.float16)
@@ -92,7 +92,7 @@ class TestRefused:
         yield lambda tensors: datadist.register_blocks_cache(DESC, tensors) and None
         assert datadist.caches() == []
 
-    def test_of_another_device(
+    def test_tensors_of_another_device_are_refused(
         self, program: Program, registering: Callable[[list[Any]], None]
     ) -> None:
         addresses = program.allocate(2, SHOWN.nbytes)
@@ -101,7 +101,7 @@ class TestRefused:
         with refused("LLM_PARAM_INVALID", r"\[0\] is on device npu:1, but .*on device cuda:1"):
             registering([TorchTensor(SHOWN, None, "npu:1", address) for address in addresses])
 
-    def test_a_tensor_that_lies_about_its_device(
+    def test_a_tensor_with_a_wrong_device_is_refused(
         self, cuda_simulator: CudaControls, registering: Callable[[list[Any]], None]
     ) -> None:
         other = Program(device_id=0)
@@ -112,21 +112,21 @@ class TestRefused:
         finally:
             other.close()
 
-    def test_host_memory(self, registering: Callable[[list[Any]], None]) -> None:
+    def test_host_memory_is_refused(self, registering: Callable[[list[Any]], None]) -> None:
         arrays = [np.zeros(SHAPE, np.float16) for _ in range(2)]
         with refused("LLM_PARAM_INVALID", r"tensors\[0\] is a ndarray; .*tensors on device 1"):
             registering(arrays)
         with refused("LLM_PARAM_INVALID", "is host memory"):
             registering([numba_like(array.ctypes.data) for array in arrays])
 
-    def test_managed_memory(
+    def test_managed_memory_is_refused(
         self, program: Program, registering: Callable[[list[Any]], None]
     ) -> None:
         addresses = program.allocate(2, SHOWN.nbytes)
         with refused("LLM_PARAM_INVALID", "managed memory of CUDA"):
             registering([GpuTensor(SHOWN, address, device=(13, 1)) for address in addresses])
 
-    def test_a_freed_tensor(
+    def test_a_freed_tensor_is_refused(
         self, program: Program, registering: Callable[[list[Any]], None]
     ) -> None:
         addresses = program.allocate(2, SHOWN.nbytes)
@@ -134,14 +134,14 @@ class TestRefused:
         with refused("LLM_PARAM_INVALID", "is host memory"):
             registering([torch_like(address) for address in addresses])
 
-    def test_a_tensor_that_ends_beyond_its_allocation(
+    def test_a_tensor_beyond_its_allocation_is_refused(
         self, program: Program, registering: Callable[[list[Any]], None]
     ) -> None:
         addresses = program.allocate(2, SHOWN.nbytes - 2)
         with refused("LLM_PARAM_INVALID", r"tensor 0 has 384 bytes"):
             registering([torch_like(address) for address in addresses])
 
-    def test_gpu_tensors_in_a_cache_of_the_host(
+    def test_gpu_tensors_are_refused_in_a_host_cache(
         self, program: Program, datadist: LlmDataDist
     ) -> None:
         addresses = program.allocate(2, SHOWN.nbytes)

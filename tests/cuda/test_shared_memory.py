@@ -74,7 +74,9 @@ class TestTransfers:
             kvplan.execute(plan, [pattern(2)], memory)
         assert np.array_equal(blocks(other.call("contents", there)), expected(2))
 
-    def test_a_part_of_an_allocation(self, side: Side, other: Other, whose: Whose) -> None:
+    def test_a_part_of_an_allocation_is_reachable(
+        self, side: Side, other: Other, whose: Whose
+    ) -> None:
         part = 3 * BLOCK, NBYTES
         there = other.call("offer", whose, 1, 2 * NBYTES, part=part) + part[0]
         here = zeros(side)
@@ -85,7 +87,7 @@ class TestTransfers:
         found = blocks(pattern(1, 2 * NBYTES)[part[0] : part[0] + NBYTES])
         assert np.array_equal(blocks(side.contents(here))[[0, 3, 7]], found[[1, 6, 0]])
 
-    def test_an_allocation_is_mapped_once_a_link(
+    def test_an_allocation_is_mapped_once_per_link(
         self, side: Side, other: Other, whose: Whose, sim_log: Log
     ) -> None:
         there = other.call("offer", whose, 1)
@@ -112,14 +114,16 @@ class TestTransfers:
             with refused("LLM_KV_CACHE_NOT_EXIST", "has deregistered"):
                 link.memory([there], NBYTES)
 
-    def test_a_read_only_registration(self, side: Side, other: Other, whose: Whose) -> None:
+    def test_a_read_only_registration_refuses_writes(
+        self, side: Side, other: Other, whose: Whose
+    ) -> None:
         there = other.call("offer", whose, 1, writable=False)
         with side.transport.connect(other.call("metadata")) as link:
             link.memory([there], NBYTES)
             with refused("LLM_PARAM_INVALID", "writable=False"):
                 link.memory([there], NBYTES, writable=True)
 
-    def test_a_released_lease(self, side: Side, other: Other, whose: Whose) -> None:
+    def test_a_released_lease_is_refused(self, side: Side, other: Other, whose: Whose) -> None:
         there = other.call("offer", whose, 1)
         slot, generation = other.run("result = side.transport.begin_lease()")
         with side.transport.connect(other.call("metadata")) as link:
@@ -130,7 +134,7 @@ class TestTransfers:
             with refused("LLM_KV_CACHE_NOT_EXIST", "a lease was released"):
                 kvplan.execute(PULL, memory, here)
 
-    def test_a_mapping_goes_with_its_last_user(
+    def test_a_mapping_ends_with_its_last_user(
         self, side: Side, other: Other, whose: Whose, cuda_simulator: CudaControls
     ) -> None:
         there = other.call("offer", whose, 1)
@@ -156,7 +160,7 @@ class TestTransfers:
 def test_a_peer_that_may_not_duplicate_descriptors_asks_for_them(
     side: Side, cuda_simulator: CudaControls
 ) -> None:
-    """As in a container of Docker without CAP_SYS_PTRACE: the owner sends them."""
+    """Docker containers without CAP_SYS_PTRACE have this limit: the owner sends the descriptors."""
     connect = "link = side.transport.connect(metadata, session=b'link'); "
     there = side.offer("kvplan", 1)
     metadata = side.metadata()
@@ -191,7 +195,7 @@ def test_a_peer_that_may_not_duplicate_descriptors_asks_for_them(
 
 
 class Lease:
-    """As `BlockLease`, as far as memory asks it."""
+    """A `BlockLease` with the attributes that memory uses."""
 
     def __init__(self, slot: int, generation: int) -> None:
         self._word = np.array([slot, generation], np.uint64).tobytes()
@@ -204,7 +208,7 @@ class Lease:
 
 
 class TestRegistering:
-    def test_memory_that_no_other_process_can_map(self, side: Side) -> None:
+    def test_memory_that_other_processes_cannot_map_is_refused(self, side: Side) -> None:
         address = side.expandable()
         with refused(
             "LLM_FEATURE_NOT_ENABLED",
@@ -213,17 +217,17 @@ class TestRegistering:
             side.register(address, GRANULE)
         side.free_expandable(address)
 
-    def test_memory_of_two_allocations(self, side: Side) -> None:
+    def test_memory_of_two_allocations_is_refused(self, side: Side) -> None:
         address = side.allocate("kvplan", 1)
         with refused("LLM_PARAM_INVALID", "needs memory of device 0"):
             side.register(address, GRANULE + 1)
 
-    def test_memory_of_the_host(self, side: Side) -> None:
+    def test_host_memory_is_refused(self, side: Side) -> None:
         assert side.transport.reaches == {"host", "device"}
         with refused("LLM_PARAM_INVALID", "needs memory of device 0"):
             side.register(np.zeros(1, np.uint8).ctypes.data, 1)
 
-    def test_a_transport_without_device(self, other: Other) -> None:
+    def test_device_memory_is_refused_without_a_device(self, other: Other) -> None:
         there = other.call("offer", "kvplan", 1)
         with LocalTransport() as transport:
             assert transport.reaches == {"host"}
@@ -233,7 +237,9 @@ class TestRegistering:
             ):
                 link.memory([there], NBYTES)
 
-    def test_host_and_device_at_once(self, side: Side, other: Other) -> None:
+    def test_host_and_device_memory_in_one_transfer_are_refused(
+        self, side: Side, other: Other
+    ) -> None:
         there = other.call("offer", "kvplan", 1)
         host = other.run("""
             import numpy as np
@@ -248,10 +254,10 @@ class TestRegistering:
             link.memory([there, host], 64)
 
     @WHOSE
-    def test_a_peer_that_claims_a_larger_allocation(
+    def test_a_peer_that_claims_a_larger_allocation_is_refused(
         self, side: Side, other: Other, whose: Whose
     ) -> None:
-        """A copy beyond what is there would be the end of this process's context."""
+        """A copy beyond the end of the memory would lose this process's context."""
         there = other.call("offer", whose, 1)
         document = msgspec.msgpack.decode(other.call("metadata"))
         document["ranges"][0]["allocation"]["nbytes"] = 2 * GRANULE
@@ -267,7 +273,7 @@ class TestRegistering:
 
 @WHOSE
 class TestToItself:
-    """Two engines of one process: the memory is used where it is."""
+    """Two engines of one process: the memory is used in place."""
 
     def test_blocks_are_copied_in_place(self, side: Side, whose: Whose, sim_log: Log) -> None:
         there = side.offer(whose, 1)
@@ -280,7 +286,7 @@ class TestToItself:
         assert np.array_equal(blocks(side.contents(here)), expected(1))
         assert sim_log.calls("cuMemImportFromShareableHandle", "cuIpcOpenMemHandle_v2") == []
 
-    def test_overlaps_show(self, side: Side, whose: Whose) -> None:
+    def test_overlaps_are_refused(self, side: Side, whose: Whose) -> None:
         there = side.offer(whose, 1)
         plan = kvplan.plan(Transfer(Rows(desc(), [0, 1]), Rows(desc(), [1, 2])), local="dst")
         with (

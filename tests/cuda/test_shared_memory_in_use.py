@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
@@ -32,12 +32,12 @@ WHOSE = pytest.mark.parametrize("whose", ["kvplan", "program"])
 
 
 class TestInFlight:
-    """Copies that last: `hang` holds them until the test lets them go on."""
+    """Copies that last: the fault `hang` holds them until the test releases them."""
 
     def begin(
         self, simulator: CudaControls, transfers: Transfers, log: Log, *task: object
     ) -> kvplan.TransferTask:
-        """Submit one; on return its copy is on a stream, and hangs."""
+        """Submit a transfer; return when its copy is on a stream and hangs."""
         simulator.add_fault(*(f"{copy}:1=hang" for copy in COPIES))
         log.restart()
         made = transfers.submit(*task)  # type: ignore[arg-type]
@@ -47,7 +47,7 @@ class TestInFlight:
 
     @WHOSE
     @pytest.mark.parametrize("pulls", [True, False])
-    def test_the_owner_is_killed(
+    def test_the_death_of_the_owner_fails_the_transfer(
         self,
         side: Side,
         other: Other,
@@ -72,7 +72,7 @@ class TestInFlight:
     def test_kvplans_own_memory_is_freed_while_it_is_read(
         self, side: Side, other: Other, cuda_simulator: CudaControls, sim_log: Log
     ) -> None:
-        """The owner does not wait: what is mapped here stays until it is unmapped."""
+        """The owner does not wait, because mapped memory stays valid until it is unmapped."""
         there = other.call("offer", "kvplan", 1, writable=False)
         here = side.local(zeros(side))
         with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:
@@ -96,21 +96,23 @@ class TestInFlight:
         cuda_simulator: CudaControls,
         sim_log: Log,
     ) -> None:
-        """It is announced; else the owner would free it under the copy, which is a violation."""
-        lasts_ns = 50_000_000
-        tune_copies(side.device.native, "device_to_device", SINGLE)  # nothing stops the driver's
-        there = other.call("offer", whose, 1, NBYTES, writable=not pulls)
+        """The owner must not free the memory under the copy, so the transfer is announced."""
+        # Copies of the driver cannot be stopped.
+        tune_copies(side.device.native, "device_to_device", SINGLE)
         here = side.local(zeros(side))
-        with ThreadPoolExecutor() as thread, side.transport.connect(other.call("metadata")) as link:
-            memory = link.memory([there], NBYTES, writable=not pulls)
-            sides = (PULL, memory, here) if pulls else (PUSH, here, memory)
-            sim_log.restart()
-            cuda_simulator.set("latency_us", lasts_ns // 1000)
-            try:
+
+        def ended(thread: ThreadPoolExecutor, lasts_ns: int) -> Future[None]:
+            """Return a transfer during which, or after which, the owner has deregistered."""
+            there = other.call("offer", whose, 1, NBYTES, writable=not pulls)
+            with side.transport.connect(other.call("metadata")) as link:
+                memory = link.memory([there], NBYTES, writable=not pulls)
+                sides = (PULL, memory, here) if pulls else (PUSH, here, memory)
+                sim_log.restart()
+                cuda_simulator.set("latency_us", lasts_ns // 1000)
                 begun = time.monotonic_ns()
                 done = thread.submit(kvplan.execute, *sides)
                 wait_until(lambda: bool(sim_log.calls(*COPIES)))
-                messages, ended = other.run(
+                messages, deregistered = other.run(
                     """
                     import time
                     messages = side.deregister(there)
@@ -120,14 +122,23 @@ class TestInFlight:
                     """,
                     there=there,
                 )
-                assert messages or ended - begun >= lasts_ns
+                assert messages or deregistered - begun >= lasts_ns
+                wait([done])
+                return done
+
+        with ThreadPoolExecutor() as thread:
+            try:
+                done, lasts_ns = ended(thread, 50_000_000), 100_000_000
+                while done.exception() is None and lasts_ns < 20 * 10**9:
+                    done = ended(thread, lasts_ns)  # the owner of a busy machine came too late
+                    lasts_ns *= 2
                 with refused("LLM_KV_CACHE_NOT_EXIST", "has deregistered"):
                     done.result()
             finally:
                 cuda_simulator.set("latency_us", 0)
 
     @pytest.mark.parametrize("inside", [True, False], ids=["device", "pageable memory"])
-    def test_an_owner_waits_for_work_on_the_stream_only(
+    def test_an_owner_waits_only_for_work_on_the_stream(
         self,
         side: Side,
         other: Other,
@@ -135,8 +146,8 @@ class TestInFlight:
         cuda_simulator: CudaControls,
         sim_log: Log,
     ) -> None:
-        """Not for two seconds of the driver's copies: it would say so after one."""
-        each, count, per_second = 16 << 20, 256, 2 << 30
+        """The owner must not wait for eight seconds of copies: it would warn after one."""
+        each, count, per_second = 16 << 20, 256, 1 << 29
         there = other.call("offer", "program", 1, each)
         here = side.local(side.allocate("program", 2, each)) if inside else None
         memory_here = here or HostMemory.from_arrays([np.zeros(each, np.uint8)])
@@ -144,7 +155,7 @@ class TestInFlight:
         tune_copies(side.device.native, way, SINGLE)
         with side.transport.connect(other.call("metadata")) as link:
             memory = link.memory([there], each)
-            backend = memory.backend(ThreadPool(1), "get", memory_here)
+            backend = memory.backend(ThreadPool(1), "get", memory_here, None)
             assert backend is not None
             executor = Executor(backend)
             none = np.zeros(count, np.uint64)
@@ -166,8 +177,8 @@ class TestInFlight:
             del memory, task, executor, backend
         gc.collect()
 
-    def test_a_push_that_is_over_holds_up_no_owner(self, side: Side, other: Other) -> None:
-        """Though its outcome was not asked for."""
+    def test_a_finished_push_does_not_delay_its_owner(self, side: Side, other: Other) -> None:
+        """The caller has not asked for the outcome yet."""
         there = other.call("offer", "kvplan", 1)
         here = side.local(side.allocate("kvplan", 2))
         with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:
@@ -177,10 +188,10 @@ class TestInFlight:
             with refused("LLM_KV_CACHE_NOT_EXIST", "has deregistered"):
                 task.wait()
 
-    def test_an_owner_that_frees_it_stops_a_launch(
+    def test_an_owner_that_frees_memory_stops_a_launch(
         self, side: Side, other: Other, cuda_simulator: CudaControls, sim_log: Log
     ) -> None:
-        """Which hangs here, and would else be waited for in vain."""
+        """The launch hangs here, so waiting for it would never end."""
         there = other.call("offer", "program", 1)
         here = side.local(zeros(side))
         with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:
@@ -194,7 +205,7 @@ class TestInFlight:
             del memory, task
         gc.collect()
 
-    def test_an_owner_that_waits_too_long_says_so(
+    def test_an_owner_that_waits_too_long_logs_a_warning(
         self, side: Side, other: Other, cuda_simulator: CudaControls, sim_log: Log
     ) -> None:
         there = other.call("offer", "program", 1)
@@ -212,15 +223,15 @@ class TestInFlight:
         gc.collect()
 
 
-def test_programs_that_are_executed_do_not_keep_the_memory(side: Side) -> None:
-    """It would stay allocated for as long as they run, whatever this process frees."""
+def test_executed_programs_do_not_keep_the_memory(side: Side) -> None:
+    """Otherwise the memory would stay allocated as long as the programs run, even after a free."""
     before = Held.now()
     side.offer("kvplan", 1)
     before.check_new_are_not_inherited()
 
 
 class TestHeld:
-    """What waits for an event of this side stands on a stream there, announced if it writes."""
+    """Transfers that wait for this side's event are on a stream, and announced if they write."""
 
     @pytest.fixture
     def compute(self, side: Side, cuda_simulator: CudaControls) -> Iterator[Compute]:
@@ -232,7 +243,7 @@ class TestHeld:
     def begin(
         self, transfers: Transfers, log: Log, side: Side, compute: Compute, *task: object
     ) -> kvplan.TransferTask:
-        """Submit one behind the compute; on return its copy is on a stream, and waits."""
+        """Submit a transfer behind the compute; return when its copy is on a stream and waits."""
         compute.hold()
         log.restart()
         after = side.device.native.take_event(handle_of(compute.event()))
@@ -266,10 +277,10 @@ class TestHeld:
     @pytest.mark.parametrize(
         ("whose", "pulls"), [("kvplan", False), ("program", False), ("program", True)]
     )
-    def test_an_owner_that_frees_it_ends_it(
+    def test_an_owner_that_frees_memory_ends_a_held_transfer(
         self, side: Side, other: Other, whose: Whose, pulls: bool, compute: Compute, sim_log: Log
     ) -> None:
-        """Within milliseconds: an owner that waits for a second says so."""
+        """The transfer ends within milliseconds; an owner that waits for a second would warn."""
         there = other.call("offer", whose, 1, writable=not pulls)
         here = side.allocate("kvplan", 2)
         with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:
@@ -279,17 +290,17 @@ class TestHeld:
             task = self.begin(transfers, sim_log, side, compute, *sides)
             assert other.call("deregister", there) == []
             with refused("LLM_KV_CACHE_NOT_EXIST", f"peer {other.pid} has deregistered"):
-                task.wait(60_000)  # though the event has not come
+                task.wait(60_000)  # although the event has not come
             before = other.call("contents", there), side.contents(here)
             compute.release()
             compute.settle()
             assert (other.call("contents", there), side.contents(here)) == before
             del memory, task
 
-    def test_an_owner_frees_other_memory_meanwhile(
+    def test_an_owner_frees_other_memory_without_waiting_for_held_transfers(
         self, side: Side, other: Other, compute: Compute, sim_log: Log
     ) -> None:
-        """All announcements that it finds are waited for; those of what is held are renewed."""
+        """The owner waits for the announcements that it finds; held transfers renew theirs."""
         there = other.call("offer", "kvplan", 1)
         here = side.allocate("kvplan", 2)
         with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:
@@ -306,10 +317,10 @@ class TestHeld:
         moved = blocks(other.call("contents", there))
         assert np.array_equal(moved[[0, 3, 7]], blocks(pattern(2))[[1, 6, 0]])
 
-    def test_more_than_there_are_streams_and_places_for(
+    def test_more_transfers_than_streams_and_places_end(
         self, side: Side, other: Other, compute: Compute, sim_log: Log
     ) -> None:
-        """62 can be announced at one time; others of the link find a place all the same."""
+        """At most 62 transfers are announced at a time; others of the link get a place later."""
         there = other.call("offer", "kvplan", 1)
         here = side.allocate("kvplan", 2)
         with Transfers(1) as transfers, side.transport.connect(other.call("metadata")) as link:
@@ -327,7 +338,7 @@ class TestHeld:
                 task.wait(60_000)
             del memory, tasks, sides, task
 
-    def test_the_owner_is_killed(
+    def test_the_death_of_the_owner_fails_the_transfer(
         self, side: Side, other: Other, compute: Compute, sim_log: Log
     ) -> None:
         there = other.call("offer", "kvplan", 1)

@@ -1,4 +1,4 @@
-"""tools/try_cuda.py, with which a GPU is tried first: it works on the stand-in."""
+"""Tests of tools/try_cuda.py, the first test of a GPU, on the stand-in."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def environment(cuda_simulator: CudaControls) -> dict[str, str]:
-    """The processes of the tool find the stand-in, and none of them breaks CUDA's rules."""
-    # One thread for NumPy: each of them would start as many as there are cores.
+    """An environment in which the tool finds the stand-in, and must not violate CUDA's rules."""
+    # One thread for NumPy: each process would start as many threads as cores.
     return dict(os.environ) | {"OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -50,14 +50,14 @@ def outcomes_of(path: Path) -> dict[str, str]:
     return {item["step"]: item["outcome"] for item in lines_of(path) if "step" in item}
 
 
-def test_tries_inside_one_process(environment: dict[str, str], tmp_path: Path) -> None:
+def test_all_tries_inside_one_process_pass(environment: dict[str, str], tmp_path: Path) -> None:
     names = ("device", "copies", "tuning", "events", "offloading", "registering", "streams")
     report = tmp_path / "report.json"
-    code, said, errors = outcome(environment, "--quick", "--json", str(report), *only(*names))
-    assert (code, errors) == (0, ""), said
-    assert "This is the stand-in of the tests, and no GPU" in said
+    code, output, errors = outcome(environment, "--quick", "--json", str(report), *only(*names))
+    assert (code, errors) == (0, ""), output
+    assert "This is the stand-in of the tests, and no GPU" in output
     outcomes = outcomes_of(report)
-    assert outcomes.pop("the kernel that computes") == "skipped"  # the stand-in has none
+    assert outcomes.pop("the kernel that computes") == "skipped"  # the stand-in lacks this kernel
     assert set(outcomes.values()) == {"ok", "says"}
     steps = (
         "device to device: kernel",
@@ -79,49 +79,49 @@ def test_tries_inside_one_process(environment: dict[str, str], tmp_path: Path) -
     assert not last["counts"]
 
 
-def test_tries_between_two_processes(environment: dict[str, str], tmp_path: Path) -> None:
+def test_all_tries_between_two_processes_pass(environment: dict[str, str], tmp_path: Path) -> None:
     names = ("transports", "freed", "killed", "leases")
     report = tmp_path / "report.json"
-    code, said, errors = outcome(environment, "--quick", "--json", str(report), *only(*names))
-    assert (code, errors) == (0, ""), said
+    code, output, errors = outcome(environment, "--quick", "--json", str(report), *only(*names))
+    assert (code, errors) == (0, ""), output
     outcomes = outcomes_of(report)
     assert outcomes["local: local DEVICE, remote DEVICE: pulled"] == "ok"
     assert outcomes["tcp: local HOST, remote DEVICE, registered: pushed"] == "ok"
     assert outcomes["the device goes on"] == "ok"
 
 
-def test_figures_are_measured_and_do_not_count(environment: dict[str, str]) -> None:
+def test_figures_do_not_affect_the_result(environment: dict[str, str]) -> None:
     names = ("gpu_32KiB_ratio", "gpu_peer_32KiB_ratio", "gpu_layerwise_visible_fraction")
-    code, said, errors = outcome(environment, "--quick", *only(*names))
-    assert (code, errors) == (0, ""), said
+    code, output, errors = outcome(environment, "--quick", *only(*names))
+    assert (code, errors) == (0, ""), output
     for name in names:
-        assert f"\n{name} " in said
-    assert "no bar counts" in said
+        assert f"\n{name} " in output
+    assert "no bar counts" in output
 
 
 def test_a_failing_step_does_not_end_the_others(environment: dict[str, str]) -> None:
     environment["KVSIM_FAULTS"] = "cuMemHostAlloc:1=2"
-    code, said, _ = outcome(environment, "--quick", *only("copies", "registering"))
-    assert code == 1, said
-    assert "failed: copies" in said
-    assert "[2/2] registering" in said
-    assert "skipped" not in said
+    code, output, _ = outcome(environment, "--quick", *only("copies", "registering"))
+    assert code == 1, output
+    assert "failed: copies" in output
+    assert "[2/2] registering" in output
+    assert "skipped" not in output
 
 
 def test_a_wrong_result_is_reported(environment: dict[str, str], tmp_path: Path) -> None:
     environment["KVSIM_FAULTS"] = "cuMemHostAlloc:22=2;cuMemcpyBatchAsync_v2:1=1"
-    # The first are what launches read, which is made with the kernel; and fewer if that fails.
+    # The first failures are of memory that launches read, which is made with the kernel.
     report = tmp_path / "report"
-    code, said, _ = outcome(environment, "--quick", "--json", str(report), *only("copies"))
-    assert code == 1, said
+    code, output, _ = outcome(environment, "--quick", "--json", str(report), *only("copies"))
+    assert code == 1, output
     outcomes = outcomes_of(report)
     assert outcomes["host to device: batch pinned"] == "FAILED"
     assert outcomes["device to device: single"] == "ok"
-    assert "cuMemHostAlloc: 2 (CUDA_ERROR_OUT_OF_MEMORY)" in said
-    assert "code 1: cuMemcpyBatchAsync_v2: 1" in said
+    assert "cuMemHostAlloc: 2 (CUDA_ERROR_OUT_OF_MEMORY)" in output
+    assert "code 1: cuMemcpyBatchAsync_v2: 1" in output
 
 
-def test_bytes_of_another_place_are_seen() -> None:
+def test_bytes_of_another_place_are_detected() -> None:
     case = Scattered(blocks=2, pool=4, block=64)
     there, here = case.tables()
     tensors = [np.zeros((case.pool, case.block), np.uint8) for _ in range(TENSORS)]
@@ -133,31 +133,31 @@ def test_bytes_of_another_place_are_seen() -> None:
         check_scattered(case, 1, tensors)
 
 
-def test_without_a_gpu_it_says_so(environment: dict[str, str]) -> None:
+def test_a_missing_gpu_is_reported(environment: dict[str, str]) -> None:
     environment["KVPLAN_CUDA_LIBRARY"] = ""
-    code, said, errors = outcome(environment)
+    code, output, errors = outcome(environment)
     assert (code, errors) == (
         2,
         "no GPU to try: KVPLAN_CUDA_LIBRARY is empty: no library is used\n",
     )
-    assert "  compiler " in said
+    assert "  compiler " in output
 
 
-def test_a_hang_is_ended_and_says_where(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_hang_is_ended_and_located(environment: dict[str, str], tmp_path: Path) -> None:
     environment["KVSIM_FAULTS"] = "cuMemcpyAsync:1=hang"
     report = tmp_path / "report"
     arguments = ("--quick", "--limit", "2", "--json", str(report), *only("registering"))
-    code, said, _ = outcome(environment, *arguments)
-    assert code == 1, said
-    assert "it said nothing for 2 s" in said
+    code, output, _ = outcome(environment, *arguments)
+    assert code == 1, output
+    assert "it said nothing for 2 s" in output
     outputs = {line["try"]: line["output"] for line in lines_of(report) if "output" in line}
     assert "in try_registering" in outputs["registering"]
 
 
 def test_steps_after_the_time_limit_are_not_run(environment: dict[str, str]) -> None:
-    code, said, errors = outcome(environment, "--minutes", "0.07", *only("device", "copies"))
-    assert (code, errors) == (4, ""), said
-    assert "not run: device, copies" in said
+    code, output, errors = outcome(environment, "--minutes", "0.07", *only("device", "copies"))
+    assert (code, errors) == (4, ""), output
+    assert "not run: device, copies" in output
 
 
 def test_tries_run_under_a_sanitizer(environment: dict[str, str], tmp_path: Path) -> None:
@@ -165,24 +165,25 @@ def test_tries_run_under_a_sanitizer(environment: dict[str, str], tmp_path: Path
     sanitizer.write_text('#!/bin/sh\necho "$2" >> "$0.ran"; shift 8; exec "$@"\n')
     sanitizer.chmod(0o755)
     environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
-    code, said, errors = outcome(environment, "--quick", "--sanitize", *only("offloading"))
-    assert (code, errors) == (0, ""), said
+    code, output, errors = outcome(environment, "--quick", "--sanitize", *only("offloading"))
+    assert (code, errors) == (0, ""), output
     ran = (tmp_path / "compute-sanitizer.ran").read_text().split()
     assert ran == ["memcheck", "racecheck", "synccheck"]
-    assert "memcheck: offloading" in said
+    assert "memcheck: offloading" in output
 
 
 def test_missing_requirements_are_named(environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "broken-1.0-py3-none-any.whl").write_bytes(b"no wheel")
     arguments = ("--wheels", str(tmp_path), *only("device"))
-    code, said, errors = outcome(environment, *arguments, flags=("-S",))  # as if without packages
-    assert code == 2, said
-    assert "wheel broken" in said
+    # As if no packages were installed.
+    code, output, errors = outcome(environment, *arguments, flags=("-S",))
+    assert code == 2, output
+    assert "wheel broken" in output
     assert "msgspec>=0.19, numpy>=1.26, pyzmq>=26, rich>=13 must be there" in errors
 
 
 def test_the_machine_is_described(environment: dict[str, str]) -> None:
-    code, said, errors = outcome(environment, "--list")
+    code, output, errors = outcome(environment, "--list")
     assert (code, errors) == (0, "")
-    assert "expandable_segments" in said
-    assert "gpu_one_block_us" in said
+    assert "expandable_segments" in output
+    assert "gpu_one_block_us" in output

@@ -1,4 +1,4 @@
-"""Transfers between two GPUs of one host by transport local: peer access, or none."""
+"""Transfers between two GPUs of one host by transport local, with and without peer access."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SEES = pytest.mark.parametrize("sees", ["all", "its own"])
 
 @pytest.fixture
 def side(cuda_simulator: CudaControls) -> Iterator[Side]:
-    """This process, on GPU 0, which sees all; nothing may be left."""
+    """This process on GPU 0, which sees all GPUs. A test that leaks resources fails."""
     side = Side(0)
     yield side
     assert side.close() == {}
@@ -56,7 +56,7 @@ def side(cuda_simulator: CudaControls) -> Iterator[Side]:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[dict[str, Other]]:
-    """By what they see."""
+    """Processes by the GPUs that they see."""
     kept: dict[str, Other] = {}
     yield kept
     for value in kept.values():
@@ -64,7 +64,7 @@ def processes() -> Iterator[dict[str, Other]]:
 
 
 def other_on_1(processes: dict[str, Other], sees: str) -> Other:
-    """A process on GPU 1, which is its number 0 if it sees no other."""
+    """Return a process on GPU 1, which has number 0 there if the process sees no other GPU."""
     if sees in processes and not processes[sees].dead:
         processes[sees].run(f"side = Side({0 if sees == 'its own' else 1})")
     else:
@@ -114,7 +114,9 @@ class TestBetweenProcesses:
             rows(side.contents(here, NBYTES)), rows(pattern(1, NBYTES))[SCATTERED]
         )
 
-    def test_and_pushed(self, side: Side, other: Other, whose: Whose, sim_log: Log) -> None:
+    def test_4096_blocks_are_pushed_in_one_launch(
+        self, side: Side, other: Other, whose: Whose, sim_log: Log
+    ) -> None:
         there = other.call("offer", whose, 1, NBYTES)
         here = side.allocate(whose, 2, NBYTES)
         with side.transport.connect(other.call("metadata")) as link:
@@ -126,10 +128,10 @@ class TestBetweenProcesses:
         found = rows(other.call("contents", there, NBYTES))
         assert np.array_equal(found[SCATTERED], rows(pattern(2, NBYTES)))
 
-    def test_a_process_that_does_not_see_the_gpu(
+    def test_a_gpu_that_its_user_does_not_see_is_reachable(
         self, side: Side, other: Other, whose: Whose, sim_log: Log
     ) -> None:
-        """As vLLM's, of which each has its own CUDA_VISIBLE_DEVICES."""
+        """Workers of vLLM are such processes: each has its own CUDA_VISIBLE_DEVICES."""
         there = side.offer(whose, 1, NBYTES)
         sim_log.restart()
         found = other.run(
@@ -156,7 +158,7 @@ class TestWithoutPeerAccess:
         cuda_simulator.set("cuda_peers", 1)
 
     @WHOSE
-    def test_a_gpu_that_both_see(
+    def test_a_gpu_without_peer_access_is_refused(
         self, side: Side, other: Other, whose: Whose, cuda_simulator: CudaControls
     ) -> None:
         there = other.call("offer", whose, 1)
@@ -176,8 +178,10 @@ class TestWithoutPeerAccess:
 
     @WHOSE
     @pytest.mark.parametrize("setting", ["cuda_peers", "cuda_hidden"])
-    def test_a_hidden_gpu(self, side: Side, other: Other, whose: Whose, setting: str) -> None:
-        """The driver alone can say so, when the memory is mapped."""
+    def test_a_hidden_gpu_without_peer_access_is_refused(
+        self, side: Side, other: Other, whose: Whose, setting: str
+    ) -> None:
+        """Only the driver can detect it, when the memory is mapped."""
         there = side.offer(whose, 1)
         message, status = other.run(
             """
@@ -202,8 +206,10 @@ class TestWithoutPeerAccess:
         assert "CUDA_VISIBLE_DEVICES hides that GPU from this process" in message
         assert message.endswith("use kvplan.transport=tcp")
 
-    def test_one_way_alone(self, side: Side, other: Other, cuda_simulator: CudaControls) -> None:
-        """What this side does goes; it is no way for a link that can choose."""
+    def test_one_way_peer_access_supports_only_that_direction(
+        self, side: Side, other: Other, cuda_simulator: CudaControls
+    ) -> None:
+        """Transfers that this side executes work, but the transport is not chosen automatically."""
         there = other.call("offer", "kvplan", 1, NBYTES)
         metadata = other.call("metadata")
         cuda_simulator.set("cuda_peers", 2)
@@ -216,13 +222,13 @@ class TestWithoutPeerAccess:
 
 
 class TestEnginesOfOneProcess:
-    """Two GPUs of a program with threads or tensors on both."""
+    """Two GPUs of one program, with threads or tensors on both."""
 
     @pytest.fixture
     def two(
         self, cuda_simulator: CudaControls, request: pytest.FixtureRequest
     ) -> Iterator[tuple[LlmDataDist, LlmDataDist]]:
-        """On GPU 0 and 1, with transport auto, or that which is given; they are not linked."""
+        """Engines on GPU 0 and 1, unlinked, with transport auto or the given one."""
         with ExitStack() as held:
             made = [held.enter_context(LlmDataDist(number, LlmRole.MIX)) for number in (1, 2)]
             for device_id, item in enumerate(made):
@@ -237,28 +243,28 @@ class TestEnginesOfOneProcess:
         gc.collect()
 
     def link(self, two: tuple[LlmDataDist, LlmDataDist]) -> str:
-        """The transport that they have chosen."""
+        """Link the engines; return the transport that they have chosen."""
         first, second = two
         assert first.listen_address is not None
         second.link_clusters([ClusterInfo(1, first.listen_address)]).raise_for_status()
         (found,) = second.links()
         return found.transport
 
-    def test_auto_takes_local(self, two: tuple[LlmDataDist, LlmDataDist]) -> None:
+    def test_auto_chooses_local(self, two: tuple[LlmDataDist, LlmDataDist]) -> None:
         assert self.link(two) == "local"
 
     @pytest.mark.parametrize(
         ("two", "taken"), [("auto", "local+tcp"), ("local", "local")], indirect=["two"]
     )
     @pytest.mark.parametrize("peers", [0, 2])
-    def test_without_peer_access(
+    def test_auto_avoids_local_without_peer_access(
         self,
         two: tuple[LlmDataDist, LlmDataDist],
         taken: str,
         peers: int,
         cuda_simulator: CudaControls,
     ) -> None:
-        """Auto takes what reaches the GPUs; who asks for local has it for memory of the host."""
+        """Auto chooses a transport that reaches the GPUs; local only reaches host memory."""
         cuda_simulator.set("cuda_peers", peers)
         try:
             assert self.link(two) == taken
@@ -276,7 +282,7 @@ class TestEnginesOfOneProcess:
 
     @pytest.mark.parametrize(("transport", "taken"), [("auto", "local+tcp"), ("local", "local")])
     @pytest.mark.parametrize("links", ["cuda", "none"])
-    def test_an_engine_without_a_gpu(
+    def test_an_engine_without_a_gpu_reaches_the_gpu_of_a_peer_only_over_tcp(
         self, cuda_simulator: CudaControls, links: str, transport: str, taken: str
     ) -> None:
         """Memory of a peer's GPU is reached over tcp, whichever end makes the link."""
@@ -311,7 +317,7 @@ class TestEnginesOfOneProcess:
         gc.collect()
 
     def test_two_slices_of_one_card_are_two_gpus(self, cuda_simulator: CudaControls) -> None:
-        """MIG: both have the UUID of the card, and each one of its own."""
+        """With MIG, both slices have the UUID of the card, and each has one of its own."""
         cuda_simulator.set("cuda_mig", 1)
         try:
             slices = [CudaDevice(number) for number in (0, 1)]
@@ -328,10 +334,10 @@ class TestEnginesOfOneProcess:
         finally:
             cuda_simulator.set("cuda_mig", 0)
 
-    def test_registered_memory_is_reached_where_it_is(
+    def test_registered_memory_is_used_in_place(
         self, two: tuple[LlmDataDist, LlmDataDist], sim_log: Log
     ) -> None:
-        """CUDA opens no IPC handle in its own process: the contexts have peer access instead."""
+        """CUDA opens no IPC handles in their own process; the contexts have peer access instead."""
         assert self.link(two) == "local"
         with ExitStack() as held:
             programs = [Memory(0), Memory(1)]
@@ -358,7 +364,7 @@ class TestEnginesOfOneProcess:
 
 
 class Memory:
-    """Of cuMemAlloc on that device, with a pattern in it."""
+    """Memory of cuMemAlloc on a device, filled with a pattern."""
 
     def __init__(self, device_id: int) -> None:
         self._side = Side(device_id)

@@ -1,7 +1,7 @@
-"""Builds the stand-in for libcuda.so.1: ``python -m tests.cuda_sim.build [variant]``.
+"""Build the stand-in for libcuda.so.1: ``python -m tests.cuda_sim.build [variant]``.
 
-It lies beside the libkvsim_core.so that it needs, whose sources are those of tests/ascend_sim.
-Processes that load simulated Ascend libraries too have one core, that of what they loaded first.
+The library lies beside libkvsim_core.so, which it needs and whose sources are in tests/ascend_sim.
+A process that also loads simulated Ascend libraries has one core: that of the first library.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ CXXFLAGS = (
     *("-std=c++17", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-pthread", "-fvisibility=hidden"),
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas"),
 )
-# tools/sanitize sets it: the kernels, and the threads of streams, are looked at like the rest.
+# tools/sanitize sets this variable: kernels and threads of streams are sanitized like other code.
 SANITIZE = tuple(f"-fsanitize={item}" for item in filter(None, [os.environ.get("KVPLAN_SANITIZE")]))
 SANITIZE += ("-fno-sanitize-recover=all",) * bool(SANITIZE)
 LIBRARY = "libcuda.so.1"
 CORE_LIBRARY = "libkvsim_core.so"
 
-# Versions of drivers, as cuDriverGetVersion says them.
+# Versions of drivers, as cuDriverGetVersion returns them.
 VARIANTS = {"12.4": 12040, "12.8": 12080, "13.0": 13000}
 DEFAULT = "13.0"
 
 
 @functools.cache
 def build(variant: str = DEFAULT) -> Path:
-    """Builds the variant unless it is up to date.
+    """Build a variant unless it is up to date.
 
     Returns:
         The library's path, which serves as KVPLAN_CUDA_LIBRARY.
@@ -58,7 +58,7 @@ def build(variant: str = DEFAULT) -> Path:
 
 
 def _kernels() -> list[Path]:
-    """What NVRTC compiles for GPUs, and C++ here for the host."""
+    """Return the sources of the kernels: NVRTC compiles them for GPUs, the build for the host."""
     return sorted([*KERNELS.glob("*.cu"), *KERNELS.glob("*_kernel.h")])
 
 
@@ -75,7 +75,7 @@ def _digest(sources: list[Path], *flags: str) -> str:
 
 
 def _build(version: int, home: Path) -> None:
-    """Links beside and then renames: running programs keep what they loaded."""
+    """Link beside the old library, then rename: running programs keep the old one."""
     home.mkdir(exist_ok=True)
     core, cuda = sorted(CORE.glob("core_*.c")), sorted([*HERE.glob("*.c"), *HERE.glob("*.cpp")])
     sources = [*core, *cuda]
@@ -87,7 +87,7 @@ def _build(version: int, home: Path) -> None:
 
 
 def _compile(source: Path, version: int) -> Path:
-    """Compiles unless another variant, or an earlier build, has the same object."""
+    """Compile unless another variant, or an earlier build, has the same object."""
     text = source.read_text()
     define = f"-DKVSIM_CUDA={version}"
     defines = [define] if "KVSIM_CUDA" in text.replace("KVSIM_CUDA_", "") else []

@@ -1,4 +1,4 @@
-"""The stand-in for libcuda.so.1 in this process; other variants have processes of their own."""
+"""The stand-in for libcuda.so.1 in this process; other variants run in processes of their own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.cuda_sim.cuda_library import Cuda
 
 @pytest.fixture
 def cuda() -> Iterator[Cuda]:
-    """The primary context of device 0 is current; a test that leaves something behind fails."""
+    """The stand-in with device 0's primary context current. A test that leaks resources fails."""
     library = Cuda()
     library.ok("cuInit", 0)
-    gc.collect()  # engines of tests before this one: not while it runs
+    gc.collect()  # collects engines of earlier tests before this test runs
     before = library.leaks()
     library.primary()
     yield library

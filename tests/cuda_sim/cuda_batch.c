@@ -200,7 +200,7 @@ CUDA cuMemcpyBatchAsync(cuda_address *targets, cuda_address *sources, size_t *si
 
 #if KVSIM_CUDA >= 13000
 
-/* It does not say which copy was refused. */
+/* This version does not report which copy was refused. */
 CUDA cuMemcpyBatchAsync_v2(const cuda_address *targets, const cuda_address *sources,
                            const size_t *sizes, size_t count, attributes *attrs, size_t *firsts,
                            size_t num_attributes, void *handle) {

@@ -213,7 +213,7 @@ CUDA cuCtxDestroy_v2(void *handle) {
     code = CUDA_CHECK(code, handle);
     cuda_context *context = code ? NULL : cuda_context_find(handle);
     if (!code && (!context || context->is_primary)) {
-        sim_violation("cuCtxDestroy of %s", context ? "a primary context" : "what is no context");
+        sim_violation("cuCtxDestroy of %s", context ? "a primary context" : "an invalid context");
         code = sim_error(INVALID_CONTEXT, "%p is not a context of cuCtxCreate", handle);
     }
     if (!code) {
@@ -313,7 +313,7 @@ CUDA cuCtxEnablePeerAccess(void *handle, unsigned flags) {
     if (!code && flags) {
         code = sim_error(INVALID_VALUE, "Flags=%u: 0", flags);
     } else if (!code && (!peer || peer == context)) {
-        code = sim_error(INVALID_CONTEXT, "%p is no other context", handle);
+        code = sim_error(INVALID_CONTEXT, "%p is not another context", handle);
     } else if (!code && !cuda_can_reach(context->device, peer->device)) {
         code = sim_error(PEER_UNSUPPORTED, "from device %d to %d", context->device, peer->device);
     } else if (!code && cuda_context_reaches(context, peer)) {

@@ -34,7 +34,7 @@ typedef struct {
     cuda_copy copies[];
 } batch;
 
-/* Whether the stream was stopped. */
+/* Returns 1 if the stream was stopped. */
 static int copy_bytes(sim_stream *stream, const batch *work, const cuda_copy *copy) {
     for (uint64_t done = 0; done < copy->nbytes;) {
         uint64_t to, from;
@@ -150,7 +150,7 @@ CUDA cuMemcpyHtoD_v2(cuda_address target, const void *source, size_t nbytes) {
     int code = cuda_enter_context(&call, __func__, &context);
     code = CUDA_CHECK(code, source);
     if (!code && nbytes && !sim_is_device_space(target, nbytes)) {
-        code = sim_error(INVALID_VALUE, "dstDevice=0x%llx is no device memory", target);
+        code = sim_error(INVALID_VALUE, "dstDevice=0x%llx is not device memory", target);
     }
     code = code ? code : copy_now(&call, context, target, (uint64_t)(uintptr_t)source, nbytes);
     return cuda_leave(&call, code, "\"dst\":%llu,\"src\":%llu,\"bytes\":%zu", target, ID(source),
@@ -163,7 +163,7 @@ CUDA cuMemcpyDtoH_v2(void *target, cuda_address source, size_t nbytes) {
     int code = cuda_enter_context(&call, __func__, &context);
     code = CUDA_CHECK(code, target);
     if (!code && nbytes && !sim_is_device_space(source, nbytes)) {
-        code = sim_error(INVALID_VALUE, "srcDevice=0x%llx is no device memory", source);
+        code = sim_error(INVALID_VALUE, "srcDevice=0x%llx is not device memory", source);
     }
     code = code ? code : copy_now(&call, context, (uint64_t)(uintptr_t)target, source, nbytes);
     return cuda_leave(&call, code, "\"dst\":%llu,\"src\":%llu,\"bytes\":%zu", ID(target), source,

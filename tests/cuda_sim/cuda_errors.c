@@ -64,7 +64,7 @@ static int find(int error, size_t *row) {
     return INVALID_VALUE;
 }
 
-/* Both work before cuInit, in a context that is lost, and in a child of fork(). */
+/* Both calls work before cuInit, in a lost context, and in a child of fork(). */
 CUDA cuGetErrorName(int error, const char **name) {
     size_t row;
     int code = name ? find(error, &row) : INVALID_VALUE;

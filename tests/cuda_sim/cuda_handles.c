@@ -182,8 +182,8 @@ CUDA cuMemRelease(cuda_address handle) {
         pthread_mutex_unlock(&cuda_virtual_mutex);
         sim_count(SIM_COUNT_HANDLES, memory ? -1 : 0);
         if (!memory) {
-            sim_violation("0x%llx is released, but is no handle of memory", handle);
-            code = sim_error(INVALID_VALUE, "0x%llx is no handle of memory", handle);
+            sim_violation("0x%llx is released, but is not a handle of memory", handle);
+            code = sim_error(INVALID_VALUE, "0x%llx is not a handle of memory", handle);
         }
     }
     return cuda_leave(&call, code, "\"handle\":%llu", handle);
@@ -216,7 +216,7 @@ CUDA cuMemExportToShareableHandle(void *out, cuda_address handle, int type, unsi
     return cuda_leave(&call, code, "\"handle\":%llu,\"fd\":%d", handle, fd);
 }
 
-/* Whether it is one that was exported, here or in another process: its name says so. */
+/* Returns 1 for an exported handle, of this or another process, which its name identifies. */
 static int read_descriptor(int fd, int *device, int *handle_types, uint64_t *nbytes) {
     char path[64], name[128];
     struct stat status;

@@ -54,7 +54,7 @@ int cuda_is_mappable(int device) {
     return cuda_ordinal(device) >= 0 || sim_settings_now().cuda_hidden;
 }
 
-/* Those behind the first wrong number are not visible either. */
+/* Devices behind the first wrong number are not visible, either. */
 static void find_visible(void) {
     const char *text = getenv("CUDA_VISIBLE_DEVICES");
     int count = sim_settings_now().num_devices;

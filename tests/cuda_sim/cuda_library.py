@@ -1,4 +1,4 @@
-"""The stand-in for libcuda.so.1 as a test calls it: with ctypes, names and codes as in C."""
+"""The stand-in for libcuda.so.1 as tests call it: by ctypes, with the names and codes of C."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _int, _uint, _size, _pointer, _long = (
 )
 _out = _pointer
 
-# What programs call, and kvplan does not.
+# Calls of programs, which kvplan does not make.
 PROGRAMS = {
     "cuMemAllocManaged",
     "cuStreamBeginCapture_v2",
@@ -49,7 +49,7 @@ class Location(ctypes.Structure):
 
 
 class Allocation(ctypes.Structure):
-    """CUmemAllocationProp."""
+    """The struct CUmemAllocationProp."""
 
     _fields_ = [
         ("type", _int),
@@ -61,7 +61,7 @@ class Allocation(ctypes.Structure):
 
 
 class Access(ctypes.Structure):
-    """CUmemAccessDesc."""
+    """The struct CUmemAccessDesc."""
 
     _fields_ = [("location", Location), ("flags", _int)]
 
@@ -71,13 +71,13 @@ class IpcHandle(ctypes.Structure):
 
 
 class CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes."""
+    """The struct CUmemcpyAttributes."""
 
     _fields_ = [("order", _int), ("src", Location), ("dst", Location), ("flags", _uint)]
 
 
 def allocation(device: int = 0, types: int = 1) -> Allocation:
-    """Return the properties of memory of a device, which may be exported as those types."""
+    """Return the properties of memory of a device that may be exported as `types`."""
     return Allocation(1, types, Location(1, device))
 
 
@@ -143,11 +143,14 @@ ARGUMENTS: dict[str, Sequence[Any]] = {
 
 
 class Cuda:
-    """``cuda.cuMemFree_v2(it)`` gives the code, ``cuda.made("cuMemAlloc_v2", 64)`` the address."""
+    """The library of a variant: calls by attribute return their code.
+
+    ``made("cuMemAlloc_v2", 64)`` returns the pointer that the call stores.
+    """
 
     def __init__(self, variant: str = DEFAULT) -> None:
         self.library = ctypes.CDLL(str(build(variant)))
-        self.core = self.library  # what it needs is found through it
+        self.core = self.library  # the loader also finds the core's functions through the library
         for name, arguments in ARGUMENTS.items():
             if hasattr(self.library, name):
                 getattr(self.library, name).argtypes = arguments
@@ -165,14 +168,14 @@ class Cuda:
         assert code == 0, f"{name}: {code}"
 
     def made(self, name: str, *arguments: Any) -> int:
-        """Return the pointer that the call stores first."""
+        """Make a call that must succeed; return the pointer that it stores first."""
         out = ctypes.c_void_p()
         self.ok(name, ctypes.byref(out), *arguments)
         assert out.value
         return out.value
 
     def attribute(self, address: int, attribute: int) -> int:
-        """Return one of a pointer, as a number."""
+        """Return an attribute of a pointer as a number."""
         out = ctypes.c_uint64(0)
         which = (ctypes.c_int * 1)(attribute)
         where = (ctypes.c_void_p * 1)(ctypes.addressof(out))
@@ -180,7 +183,7 @@ class Cuda:
         return out.value
 
     def view(self, address: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
-        """Return the bytes of device memory, live."""
+        """Return a view of device memory."""
         return (ctypes.c_ubyte * nbytes).from_address(self.core.kvsim_host_view(address))
 
     def fault(self, specification: str) -> None:
@@ -202,7 +205,7 @@ class Cuda:
 
     @contextmanager
     def violating(self, text: str) -> Iterator[None]:
-        """Expect exactly one violation, which says that."""
+        """Expect exactly one violation, whose text contains `text`."""
         before = self.violations()
         yield
         assert self.violations() == before + 1
@@ -210,7 +213,7 @@ class Cuda:
 
     @contextmanager
     def capturing(self, stream: int, mode: int = 0) -> Iterator[None]:
-        """Capture a stream, in global mode if no other is given; nothing must spoil it."""
+        """Capture a stream, by default in global mode; the capture must stay valid."""
         self.ok("cuStreamBeginCapture_v2", stream, mode)
         yield
         graph = ctypes.c_void_p()
@@ -225,10 +228,10 @@ class Cuda:
 
 
 def in_process(program: str, variant: str = DEFAULT, **settings: object) -> Any:
-    """Run it in a process of its own, which gives what is returned to ``answer``.
+    """Run a program in a process of its own; return the value that it passes to ``answer``.
 
-    ``cuda`` is the library there. Settings are those of the environment, without KVSIM_. Of a
-    process that fails: its code and what it wrote to stderr.
+    The program finds the library as ``cuda``. `settings` are environment variables without the
+    prefix KVSIM_. If the process fails, return its exit code and what it wrote to stderr.
     """
     beginning = f"""
         import ctypes, json, os

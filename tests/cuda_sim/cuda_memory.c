@@ -94,7 +94,7 @@ static int check_owned(const cuda_context *context, uint64_t address, int origin
     return 0;
 }
 
-/* As drivers do, which hardly ever leave an address alone. */
+/* Makes later memory reuse the address, as drivers nearly always do. */
 static void reuse(uint64_t address, uint64_t nbytes) {
     uint64_t page = nbytes >= PAGE_2M / 2 ? PAGE_2M : 4096;
     if (sim_settings_now().cuda_reuse) {
@@ -114,7 +114,7 @@ CUDA cuMemFree_v2(cuda_address address) {
     sim_call call;
     cuda_context *context;
     int code = cuda_enter_context(&call, __func__, &context);
-    if (!code && address) { /* NULL is no error, as of free() */
+    if (!code && address) { /* NULL is accepted, as by free() */
         int is_managed = origin_of(address) == CUDA_MANAGED;
         sim_memory *memory = sim_find(address, 1);
         uint64_t nbytes = memory ? memory->nbytes : 0;
@@ -135,7 +135,7 @@ CUDA cuMemGetAddressRange_v2(cuda_address *start, size_t *nbytes, cuda_address a
     int code = cuda_enter_context(&call, __func__, &context);
     sim_memory *memory = code ? NULL : sim_find(address, 1);
     if (!code && !memory) {
-        code = sim_error(NOT_FOUND, "0x%llx is no memory of CUDA", address);
+        code = sim_error(NOT_FOUND, "0x%llx is not memory of CUDA", address);
     } else if (!code) {
         if (start) {
             *start = memory->address;
@@ -166,7 +166,7 @@ CUDA cuMemHostAlloc(void **out, size_t nbytes, unsigned flags) {
                       (unsigned long long)address, flags);
 }
 
-/* Host memory is given back while work uses it: hardware goes on, in memory of whoever has it next. */
+/* Host memory is freed while work uses it: hardware would still access it after it has a new owner. */
 static void check_unused(uint64_t address) {
     if (sim_memory_is_used(address)) {
         sim_violation("pinned memory is given back while queued work uses it: 0x%llx",
@@ -279,7 +279,7 @@ typedef struct {
 /* Kernels have write-combined memory at an address of its own, which nothing here can use. */
 #define APART ((uint64_t)1 << 60)
 
-/* Of mapped memory the range is the one that was reserved, however much of it is mapped. */
+/* For mapped memory, the range is the reserved one, however much of it is mapped. */
 static pointer_facts facts_of(uint64_t address) {
     pointer_facts facts = {0};
     sim_memory *memory = sim_find(address, 1);
@@ -312,7 +312,7 @@ static pointer_facts facts_of(uint64_t address) {
     return facts;
 }
 
-/* Of what is no memory of CUDA everything is 0, and that is a success. */
+/* For memory unknown to CUDA all attributes are 0, with success. */
 static int store(int attribute, const pointer_facts *facts, uint64_t address, void *value) {
     switch (attribute) {
     case 1:

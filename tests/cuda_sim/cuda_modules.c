@@ -74,7 +74,7 @@ static int check_image(const char *text) {
     text += strspn(text, " \t\r\n");
     if (sscanf(text, ".version %d.%d .target sm_%d %31s", &major, &minor, &target, after) != 4 ||
         !strstr(text, ".address_size 64")) {
-        return sim_error(INVALID_PTX, "the image is no text of PTX for 64 bits");
+        return sim_error(INVALID_PTX, "the image is not 64-bit PTX");
     }
     if (major * 100 + minor > NEWEST_PTX) {
         return sim_error(UNSUPPORTED_PTX, "PTX %d.%d: the driver compiles up to %d.%d", major, minor,
@@ -154,7 +154,7 @@ static unsigned find_max_threads(const char *entry) {
 
 /* ---- modules ---- */
 
-/* Where the caller wants to read what is wrong: CU_JIT_ERROR_LOG_BUFFER, and _SIZE_BYTES. */
+/* The buffer for the caller's error log: CU_JIT_ERROR_LOG_BUFFER, and _SIZE_BYTES. */
 static void write_log(unsigned count, const int *options, void **values, int code) {
     char *buffer = NULL;
     size_t room = 0;
@@ -252,8 +252,8 @@ CUDA cuModuleUnload(void *handle) {
         if (it && it->context == context) {
             drop(it);
         } else {
-            sim_violation("%p is unloaded, but is no module of the context", handle);
-            code = sim_error(INVALID_HANDLE, "%p is no module of the context", handle);
+            sim_violation("%p is unloaded, but is not a module of the context", handle);
+            code = sim_error(INVALID_HANDLE, "%p is not a module of the context", handle);
         }
         pthread_mutex_unlock(&mutex);
     }
@@ -270,7 +270,7 @@ CUDA cuModuleGetFunction(void **out, void *handle, const char *name) {
     const module *it = code ? NULL : find_module(handle);
     const char *entry = it ? find_entry(it->text, name) : NULL;
     if (!code && !it) {
-        code = sim_error(INVALID_HANDLE, "%p is no module", handle);
+        code = sim_error(INVALID_HANDLE, "%p is not a module", handle);
     } else if (!code && !entry) {
         code = sim_error(NOT_FOUND, "the module has no kernel %s", name);
     }
@@ -312,7 +312,7 @@ CUDA cuFuncLoad(void *handle) {
     if (it) {
         it->is_loaded = 1;
     } else if (!code) {
-        code = sim_error(INVALID_HANDLE, "%p is no function", handle);
+        code = sim_error(INVALID_HANDLE, "%p is not a function", handle);
     }
     pthread_mutex_unlock(&mutex);
     return cuda_leave(&call, code, "\"function\":%llu", ID(handle));
@@ -375,7 +375,7 @@ static int check_shape(const unsigned grid[3], const unsigned block[3], unsigned
     return shared > MAX_SHARED ? sim_error(INVALID_VALUE, "sharedMemBytes=%u", shared) : 0;
 }
 
-/* What the text says for how many threads it was made; the source takes it from there, too. */
+/* Checks the number of threads against the text, from which the source takes it, too. */
 static int check_threads(const function *called, const unsigned grid[3], const unsigned block[3]) {
     unsigned threads = block[0] * block[1] * block[2];
     if (called->max_threads && threads > called->max_threads) {
@@ -402,8 +402,8 @@ static int find_function(const void *handle, const cuda_context *context, functi
                       found->kernel->name);
     }
     if (!it || it->context != context) {
-        sim_violation("%p is launched, but is no function of the context", handle);
-        return sim_error(INVALID_HANDLE, "%p is no function of the context", handle);
+        sim_violation("%p is launched, but is not a function of the context", handle);
+        return sim_error(INVALID_HANDLE, "%p is not a function of the context", handle);
     }
     return 0;
 }

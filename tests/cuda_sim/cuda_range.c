@@ -1,4 +1,4 @@
-/* Which memory a range of addresses is, and who may touch it. */
+/* The memory of a range of addresses, and its permitted users. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -11,7 +11,7 @@ static int has_access(const sim_traits *traits, int device, int writes) {
     return ((writes ? traits->writable : traits->readable) & bit_of(device)) != 0;
 }
 
-/* Whether a copy in that context may touch the memory: 0, 1 with a violation, or 700 of the work. */
+/* Checks a copy in a context: returns 0, 1 with a violation, or 700 for an error of the work. */
 static int check_copy(const cuda_context *context, const sim_memory *memory, int writes) {
     sim_traits traits = sim_memory_traits(memory);
     if (memory->kind != SIM_MEMORY_DEVICE) {
@@ -51,7 +51,7 @@ int cuda_kernel_may(const cuda_context *context, const sim_memory *memory, int w
     }
 }
 
-/* What is registered for one context alone is pageable memory for the others. */
+/* Memory that is registered for one context only is pageable memory for the others. */
 static int is_pinned_for(const cuda_context *context, const sim_memory *memory) {
     sim_traits traits = sim_memory_traits(memory);
     return traits.origin == CUDA_HOST_ALLOCATED || traits.origin == CUDA_MANAGED ||

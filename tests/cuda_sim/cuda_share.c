@@ -87,7 +87,7 @@ static int open_file(const content *of) {
     return fd;
 }
 
-/* Also of one that is dead, and that was not waited for: it has no program any more. */
+/* This includes a zombie process, which has no program any more. */
 static int has_ended(int pid) {
     char path[64], target[8];
     snprintf(path, sizeof path, "/proc/%d/exe", pid);

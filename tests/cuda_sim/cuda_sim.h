@@ -116,11 +116,12 @@ typedef struct cuda_context {
 
 /* 0; 3 before cuInit, and in a child of fork(); or the code of a fault. */
 int cuda_enter(sim_call *call, const char *name);
-/* As cuda_enter; 201 where the thread has no context, 709 where that is gone, or the error that it keeps. */
+/* Like cuda_enter; returns 201 if the thread has no context, 709 if that is destroyed, or its stored
+ * error. */
 int cuda_enter_context(sim_call *call, const char *name, cuda_context **context);
 /* The driver's code for one of the core's, which it returns; others stay. */
 int cuda_code(int code);
-/* Whether a context is lost after such an error. */
+/* Returns 1 if a context is lost after such an error. */
 int cuda_is_sticky(int code);
 /* Logs the call and returns its code, as the driver numbers it. */
 #define cuda_leave(call, code, ...) sim_leave(call, cuda_code(code), __VA_ARGS__)
@@ -128,19 +129,19 @@ int cuda_is_sticky(int code);
     ((code) ? (code) : (pointer) ? 0 : sim_error(INVALID_VALUE, "%s is NULL", #pointer))
 int cuda_is_initialized(void);
 int cuda_num_devices(void);
-/* Of a number that the program knows; -1 where there is no such device. */
+/* Returns the device of a number that the program knows, or -1. */
 int cuda_physical(int ordinal);
 int cuda_ordinal(int physical);
-/* Whether the first device reaches memory of the other. */
+/* Returns 1 if the first device reaches memory of the other. */
 int cuda_can_reach(int device, int peer);
-/* Whether memory of a device can be mapped in this process, for one of its own. */
+/* Returns 1 if memory of a device can be mapped in this process, for one of its own. */
 int cuda_is_mappable(int device);
 
 /* ---- contexts ---- */
 
 /* NULL where the handle never named one, or it is gone. */
 cuda_context *cuda_context_find(const void *handle);
-/* Whether kernels of the first reach what was allocated in the second. */
+/* Returns 1 if kernels of the first context reach memory that was allocated in the second. */
 int cuda_context_reaches(const cuda_context *context, const void *owner);
 /* Unloads what was loaded in it. */
 void cuda_modules_drop(const cuda_context *context);
@@ -177,13 +178,13 @@ typedef struct {
 int cuda_range_find(const cuda_context *context, uint64_t address, uint64_t nbytes, int writes,
                     cuda_range *range);
 void cuda_range_release(cuda_range *range);
-/* Whether work may still touch the range: 0, or 700. */
+/* Returns 0 if work may still access the range, otherwise 700. */
 int cuda_range_check(const cuda_context *context, const cuda_range *range, int writes);
-/* Where the byte at an offset is, and how many follow it there. */
+/* Returns the address of the byte at an offset, and the number of adjacent bytes behind it. */
 unsigned char *cuda_range_view(const cuda_range *range, uint64_t offset, uint64_t *nbytes);
-/* Whether a kernel in that context may touch memory. */
+/* Checks whether a kernel in that context may access memory. */
 int cuda_kernel_may(const cuda_context *context, const sim_memory *memory, int writes);
-/* Of memory of another process, opened here: whether that has freed it, and lives. */
+/* Returns 1 if another process has freed memory that was opened here, and still lives. */
 int cuda_ipc_is_freed(uint64_t address);
 /* Forgets what a context has opened; its memory is freed by the caller. */
 void cuda_ipc_drop(const cuda_context *context);
@@ -212,15 +213,15 @@ int cuda_stream_find(const cuda_context *context, void *handle, sim_stream **str
 
 /* A stream is made that is ordered with the default one, or any stream destroyed. */
 void cuda_capture_note_stream(void *stream, int is_blocking);
-/* Whether a thread in that mode may not make calls that are potentially unsafe. */
+/* Returns 1 if a thread in that mode may not make potentially unsafe calls. */
 int cuda_capture_forbids(int thread_mode);
-/* Whether work may be given to the stream, or it be asked: 0, 900 or 906. */
+/* Returns 0 if the stream accepts work and queries, otherwise 900 or 906. */
 int cuda_capture_check_stream(const cuda_context *context, void *stream);
 /* An event is recorded, or destroyed (stream NULL). Whether it is one of a graph now. */
 int cuda_capture_record(void *event, void *stream);
-/* Whether an event may be asked, or waited for by the host: 0 or 907. */
+/* Returns 0 if the host may query the event or wait for it, otherwise 907. */
 int cuda_capture_check_event(void *event);
-/* Whether a stream may wait for an event: 0 or 905. */
+/* Returns 0 if a stream may wait for the event, otherwise 905. */
 int cuda_capture_check_wait(void *stream, void *event);
 
 /* ---- kernels: what NVRTC made PTX of, compiled for the host (kernels.cpp) ---- */

@@ -136,8 +136,8 @@ CUDA cuMemAddressFree(cuda_address address, size_t nbytes) {
 static int map(uint64_t address, uint64_t nbytes, uint64_t handle) {
     cuda_memory *memory = cuda_physical_find(handle);
     if (!memory) {
-        sim_violation("0x%llx is mapped, but is no handle of memory", (unsigned long long)handle);
-        return sim_error(INVALID_VALUE, "0x%llx is no handle of memory", (unsigned long long)handle);
+        sim_violation("0x%llx is mapped, but is not a handle of memory", (unsigned long long)handle);
+        return sim_error(INVALID_VALUE, "0x%llx is not a handle of memory", (unsigned long long)handle);
     }
     if (!nbytes || address % PAGE_2M || nbytes % PAGE_2M || nbytes > memory->nbytes) {
         return sim_error(INVALID_VALUE, "[0x%llx, +%llu): whole granules, of at most %llu",

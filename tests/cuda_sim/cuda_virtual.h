@@ -1,6 +1,6 @@
 /*
- * What handles of memory (cuda_handles.c) and address space (cuda_virtual.c) share: memory is there as long as a handle
- * or a mapping of it is, and one mutex guards all lists.
+ * Declarations that handles of memory (cuda_handles.c) and address space (cuda_virtual.c) share. Memory
+ * exists as long as it has a handle or a mapping, and one mutex guards all lists.
  */
 #ifndef CUDA_VIRTUAL_H
 #define CUDA_VIRTUAL_H

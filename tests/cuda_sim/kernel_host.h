@@ -1,8 +1,8 @@
 /*
- * What a kernel's source finds where it is compiled for the host, with KVN_CUDA_HOST defined: blocks are called
- * one by one, each with its number; threads are loops of its own. All of its loads and stores of memory go
- * through kvn_cuda_at, which looks the address up in the launch's context: what is not there, or not allowed
- * there, or not aligned, ends the launch with 700 or 716.
+ * The environment of a kernel's source on the host, with KVN_CUDA_HOST defined. Blocks are called one by one,
+ * each with its number; threads are loops of the source. All loads and stores of memory use kvn_cuda_at,
+ * which looks the address up in the launch's context: addresses that do not exist, are not allowed or not
+ * aligned end the launch with 700 or 716.
  */
 #ifndef KVSIM_KERNEL_HOST_H
 #define KVSIM_KERNEL_HOST_H

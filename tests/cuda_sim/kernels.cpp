@@ -23,7 +23,8 @@
 
 namespace {
 
-/* What kernels reach by pointers in their parameters, and not through kvn_cuda_at: checked before they run. */
+/* The memory that kernels reach by pointers in their parameters without kvn_cuda_at: it is checked in
+ * advance. */
 void check_array(const void *start, uint64_t count, unsigned each, bool is_store) {
     for (uint64_t i = 0; i < count; i++) {
         kvn_cuda_at((unsigned long long)(uintptr_t)start + i * each, each, is_store);
@@ -110,7 +111,7 @@ struct fault {
     throw it;
 }
 
-/* What this thread has found of late, with references. */
+/* Recent lookups of this thread, with references. */
 struct lookups {
     struct entry {
         sim_memory *memory;

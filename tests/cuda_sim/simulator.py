@@ -1,8 +1,8 @@
-"""The stand-in for libcuda.so.1 as a test sees it, and how engines find it.
+"""Controls and fixtures of the stand-in for libcuda.so.1.
 
-In a ``conftest.py``: ``from tests.cuda_sim.simulator import cuda_simulator, sim_folder``. A test
-that uses the fixture `cuda_simulator`, and the processes that it starts, find the stand-in where a
-driver would be; a violation of CUDA's rules fails it.
+A ``conftest.py`` imports ``cuda_simulator`` and ``sim_folder`` from here. With the fixture
+`cuda_simulator`, a test and the processes that it starts find the stand-in in place of a driver.
+The test fails on a violation of CUDA's rules.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VARIANT = os.environ.get("KVSIM_CUDA_VARIANT", DEFAULT)  # of this process
 
 
 class CudaControls(Controls):
-    """Of the stand-in that this process has loaded, or will."""
+    """Controls of the stand-in that this process has loaded or will load."""
 
     accelerator = "cuda"
 
@@ -36,28 +36,28 @@ class CudaControls(Controls):
         self._core.kvsim_last_violation.restype = ctypes.c_char_p
 
     def violations(self) -> int:
-        """Return how many there were in this process; each is a line of the log, too."""
+        """Return the number of violations in this process, which the log describes."""
         return int(self._core.kvsim_violations())
 
     def last_violation(self) -> str:
-        """Return what the latest was; "" if there was none."""
+        """Return the text of the latest violation, or ""."""
         text: bytes = self._core.kvsim_last_violation()
         return text.decode()
 
     def end_hangs(self) -> None:
-        """Let the work go on that a fault ``hang`` holds."""
+        """Release the work that a fault ``hang`` holds."""
         self._core.kvsim_hangs_end()
 
 
 @cache
 def controls(variant: str = VARIANT) -> CudaControls:
-    """Those of this process."""
+    """Return the controls of this process."""
     return CudaControls(build(variant))
 
 
 @contextmanager
 def found(variant: str = VARIANT) -> Iterator[Path]:
-    """Let this process, and those that it starts, find the stand-in."""
+    """Make this process, and those that it starts, find the stand-in."""
     before = os.environ.get(LIBRARY)
     os.environ[LIBRARY] = str(build(variant))
     try:
@@ -71,10 +71,11 @@ def found(variant: str = VARIANT) -> Iterator[Path]:
 
 @pytest.fixture
 def cuda_simulator(sim_folder: Path) -> Iterator[CudaControls]:
-    """The stand-in, found by this process and those that it starts; none may break CUDA's rules."""
+    """The stand-in for this process and its children, which must not violate CUDA's rules."""
     with found():
         simulator = controls()
-        simulator.set("log", sim_folder / "log")  # another folder's tests may have loaded it first
+        # Tests of another folder may have loaded the stand-in first.
+        simulator.set("log", sim_folder / "log")
         log = Log(sim_folder / "log")
         yield simulator
         simulator.clear_faults()

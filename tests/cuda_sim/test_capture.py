@@ -1,4 +1,4 @@
-"""Streams that are captured into graphs: what is refused then, and what that spoils."""
+"""Captures of streams into graphs: calls that are refused, and calls that invalidate captures."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ILLEGAL_STATE, UNSUPPORTED, SPOILT, ISOLATION, IMPLICIT, CAPTURED_EVENT, WRONG_T
 GLOBAL, RELAXED = 0, 2
 
 
-class At(NamedTuple):
-    """A stream that the default one is not ordered with, one that it is, an event."""
+class Objects(NamedTuple):
+    """A stream that the default stream does not wait for, one that it waits for, and an event."""
 
     stream: int
     blocking: int
@@ -25,8 +25,8 @@ class At(NamedTuple):
 
 
 @pytest.fixture
-def at(cuda: Cuda) -> Iterator[At]:
-    made = At(
+def objects(cuda: Cuda) -> Iterator[Objects]:
+    made = Objects(
         cuda.made("cuStreamCreate", 1),
         cuda.made("cuStreamCreate", 0),
         cuda.made("cuEventCreate", 2),
@@ -38,82 +38,85 @@ def at(cuda: Cuda) -> Iterator[At]:
 
 
 def state_of(cuda: Cuda, stream: int | None) -> tuple[int, int]:
-    """The code of the question, and the answer."""
+    """Return the code of cuStreamIsCapturing, and its answer."""
     answer = ctypes.c_int(-1)
     return cuda.cuStreamIsCapturing(stream, ctypes.byref(answer)), answer.value
 
 
-def ended(cuda: Cuda, stream: int) -> int:
+def end_capture(cuda: Cuda, stream: int) -> int:
     return int(cuda.cuStreamEndCapture(stream, ctypes.byref(ctypes.c_void_p())))
 
 
-def test_who_asks_spoils_nothing(cuda: Cuda, at: At) -> None:
-    assert state_of(cuda, at.stream) == state_of(cuda, None) == (0, 0)
-    with cuda.capturing(at.stream):
-        assert state_of(cuda, at.stream) == (0, 1)
-        assert state_of(cuda, at.blocking) == state_of(cuda, None) == (0, 0)
-    with cuda.capturing(at.blocking):
+def test_queries_of_the_capture_state_keep_the_capture_valid(cuda: Cuda, objects: Objects) -> None:
+    assert state_of(cuda, objects.stream) == state_of(cuda, None) == (0, 0)
+    with cuda.capturing(objects.stream):
+        assert state_of(cuda, objects.stream) == (0, 1)
+        assert state_of(cuda, objects.blocking) == state_of(cuda, None) == (0, 0)
+    with cuda.capturing(objects.blocking):
         assert state_of(cuda, None)[0] == IMPLICIT
-    assert state_of(cuda, at.stream) == (0, 0)
+    assert state_of(cuda, objects.stream) == (0, 0)
 
 
-def test_work_on_a_captured_stream_is_not_run_here(cuda: Cuda, at: At) -> None:
-    cuda.ok("cuStreamBeginCapture_v2", at.stream, RELAXED)
+def test_a_query_of_a_captured_stream_invalidates_the_capture(cuda: Cuda, objects: Objects) -> None:
+    cuda.ok("cuStreamBeginCapture_v2", objects.stream, RELAXED)
     with cuda.violating("is captured"):
-        assert cuda.cuStreamQuery(at.stream) == UNSUPPORTED
-    assert state_of(cuda, at.stream) == (0, 2)
-    assert ended(cuda, at.stream) == SPOILT
-    assert ended(cuda, at.stream) == ILLEGAL_STATE
-    cuda.ok("cuStreamQuery", at.stream)
+        assert cuda.cuStreamQuery(objects.stream) == UNSUPPORTED
+    assert state_of(cuda, objects.stream) == (0, 2)
+    assert end_capture(cuda, objects.stream) == SPOILT
+    assert end_capture(cuda, objects.stream) == ILLEGAL_STATE
+    cuda.ok("cuStreamQuery", objects.stream)
 
 
-def test_the_default_stream_beside_a_blocking_stream(cuda: Cuda, at: At) -> None:
+def test_work_on_the_default_stream_invalidates_a_capture_of_a_blocking_stream(
+    cuda: Cuda, objects: Objects
+) -> None:
     assert cuda.cuStreamBeginCapture_v2(None, GLOBAL) == UNSUPPORTED
-    cuda.ok("cuStreamBeginCapture_v2", at.blocking, RELAXED)
+    cuda.ok("cuStreamBeginCapture_v2", objects.blocking, RELAXED)
     with cuda.violating("is captured"):
-        assert cuda.cuEventRecord(at.event, None) == IMPLICIT
-    assert ended(cuda, at.blocking) == SPOILT
+        assert cuda.cuEventRecord(objects.event, None) == IMPLICIT
+    assert end_capture(cuda, objects.blocking) == SPOILT
 
 
-def test_waits_do_not_cross_the_boundary(cuda: Cuda, at: At) -> None:
-    cuda.ok("cuStreamBeginCapture_v2", at.stream, RELAXED)
+def test_waits_across_the_boundary_of_a_capture_are_refused(cuda: Cuda, objects: Objects) -> None:
+    cuda.ok("cuStreamBeginCapture_v2", objects.stream, RELAXED)
     with cuda.violating("crosses the boundary"):
-        assert cuda.cuStreamWaitEvent(at.stream, at.event, 0) == ISOLATION
-    assert ended(cuda, at.stream) == SPOILT
-    cuda.ok("cuStreamBeginCapture_v2", at.stream, RELAXED)
-    cuda.ok("cuEventRecord", at.event, at.stream)
+        assert cuda.cuStreamWaitEvent(objects.stream, objects.event, 0) == ISOLATION
+    assert end_capture(cuda, objects.stream) == SPOILT
+    cuda.ok("cuStreamBeginCapture_v2", objects.stream, RELAXED)
+    cuda.ok("cuEventRecord", objects.event, objects.stream)
     with cuda.violating("crosses the boundary"):
-        assert cuda.cuStreamWaitEvent(at.blocking, at.event, 0) == ISOLATION
-    assert ended(cuda, at.stream) == SPOILT
+        assert cuda.cuStreamWaitEvent(objects.blocking, objects.event, 0) == ISOLATION
+    assert end_capture(cuda, objects.stream) == SPOILT
 
 
-def test_an_event_of_a_graph_is_never_done(cuda: Cuda, at: At) -> None:
-    cuda.ok("cuStreamBeginCapture_v2", at.stream, RELAXED)
-    cuda.ok("cuEventRecord", at.event, at.stream)
-    assert cuda.cuEventQuery(at.event) == CAPTURED_EVENT
-    assert ended(cuda, at.stream) == SPOILT
-    assert cuda.cuEventSynchronize(at.event) == CAPTURED_EVENT
-    cuda.ok("cuEventRecord", at.event, at.stream)
-    cuda.ok("cuEventSynchronize", at.event)
+def test_a_captured_event_cannot_be_queried(cuda: Cuda, objects: Objects) -> None:
+    cuda.ok("cuStreamBeginCapture_v2", objects.stream, RELAXED)
+    cuda.ok("cuEventRecord", objects.event, objects.stream)
+    assert cuda.cuEventQuery(objects.event) == CAPTURED_EVENT
+    assert end_capture(cuda, objects.stream) == SPOILT
+    assert cuda.cuEventSynchronize(objects.event) == CAPTURED_EVENT
+    cuda.ok("cuEventRecord", objects.event, objects.stream)
+    cuda.ok("cuEventSynchronize", objects.event)
 
 
-def test_unsafe_calls_of_all_threads(cuda: Cuda, at: At) -> None:
-    cuda.ok("cuStreamBeginCapture_v2", at.stream, GLOBAL)
+def test_global_captures_forbid_unsafe_calls_of_all_threads(cuda: Cuda, objects: Objects) -> None:
+    cuda.ok("cuStreamBeginCapture_v2", objects.stream, GLOBAL)
     with cuda.violating("spoils the capture"):
-        assert in_thread(lambda: cuda.cuEventQuery(at.event)) == UNSUPPORTED  # without a context
+        # That thread has no context.
+        assert in_thread(lambda: cuda.cuEventQuery(objects.event)) == UNSUPPORTED
     here = ctypes.c_void_p()
     cuda.ok("cuCtxGetCurrent", ctypes.byref(here))
-    assert in_thread(lambda: [cuda.cuCtxSetCurrent(here), ended(cuda, at.stream)]) == [
+    assert in_thread(lambda: [cuda.cuCtxSetCurrent(here), end_capture(cuda, objects.stream)]) == [
         0,
         WRONG_THREAD,
     ]
-    assert ended(cuda, at.stream) == 0
-    cuda.ok("cuStreamBeginCapture_v2", at.stream, RELAXED)
-    cuda.ok("cuEventQuery", at.event)
-    assert ended(cuda, at.stream) == 0
+    assert end_capture(cuda, objects.stream) == 0
+    cuda.ok("cuStreamBeginCapture_v2", objects.stream, RELAXED)
+    cuda.ok("cuEventQuery", objects.event)
+    assert end_capture(cuda, objects.stream) == 0
 
 
-def test_a_stream_says_its_context(cuda: Cuda, at: At) -> None:
+def test_a_stream_reports_its_context(cuda: Cuda, objects: Objects) -> None:
     def context_of(stream: int | None) -> tuple[int, int | None]:
         out = ctypes.c_void_p()
         return cuda.cuStreamGetCtx(stream, ctypes.byref(out)), out.value
@@ -121,9 +124,9 @@ def test_a_stream_says_its_context(cuda: Cuda, at: At) -> None:
     here = context_of(None)[1]
     assert here is not None
     own = cuda.made("cuCtxCreate_v2", 0, 0)
-    assert context_of(at.stream) == (0, here)
+    assert context_of(objects.stream) == (0, here)
     assert context_of(None) == (0, own)
     cuda.ok("cuCtxDestroy_v2", own)
-    assert in_thread(lambda: [context_of(at.stream), context_of(None)[0]]) == [(0, here), 201]
+    assert in_thread(lambda: [context_of(objects.stream), context_of(None)[0]]) == [(0, here), 201]
     with cuda.violating("is none"):
         assert context_of(64)[0] == 400

@@ -1,4 +1,4 @@
-"""The beginning, devices and contexts: who is current where, what is lost, what a fork leaves."""
+"""Initialization, devices and contexts: the current context, its loss, and forks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OWN = Path(__file__).resolve().parents[2] / "include" / "kvnative" / "cuda.h"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_call_that_is_declared_is_there(variant: str) -> None:
+def test_each_variant_has_the_declared_calls(variant: str) -> None:
     required, _, optional = OWN.read_text().partition("define KVN_CUDA_OPTIONAL")
     names = set(re.findall(r"X\((cu\w+),", required))
     called = set(ARGUMENTS) - PROGRAMS - set(re.findall(r"X\((cu\w+),", optional))
@@ -38,7 +38,7 @@ def test_every_call_that_is_declared_is_there(variant: str) -> None:
     ]
 
 
-def test_nothing_before_the_beginning() -> None:
+def test_calls_before_initialization_are_refused() -> None:
     answer = in_process("""
         out = ctypes.byref(ctypes.c_int())
         before = [cuda.cuDeviceGetCount(out), cuda.cuMemAlloc_v2(out, 1), cuda.cuInit(1)]
@@ -49,7 +49,7 @@ def test_nothing_before_the_beginning() -> None:
     assert answer == [[NOT_INITIALIZED, NOT_INITIALIZED, INVALID_VALUE], 13000, 0, 0]
 
 
-def test_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_devices_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     program = """
         code, count, bus = cuda.cuInit(0), ctypes.c_int(), ctypes.create_string_buffer(13)
         cuda.cuDeviceGetCount(ctypes.byref(count))
@@ -74,7 +74,7 @@ def test_errors_have_names_and_texts(cuda: Cuda) -> None:
     assert name.value is None
 
 
-def test_devices_describe_themselves(cuda: Cuda) -> None:
+def test_devices_have_attributes_and_uuids(cuda: Cuda) -> None:
     value = ctypes.c_int()
     cuda.ok("cuDeviceGetAttribute", ctypes.byref(value), 75, 0)
     assert value.value == 9
@@ -87,7 +87,7 @@ def test_devices_describe_themselves(cuda: Cuda) -> None:
     assert uuids[0].raw != uuids[1].raw
 
 
-def test_a_thread_without_context_can_do_nothing(cuda: Cuda) -> None:
+def test_calls_without_a_context_are_refused(cuda: Cuda) -> None:
     memory, out = cuda.made("cuMemAlloc_v2", 8), ctypes.byref(ctypes.c_void_p())
     calls: list[tuple[Any, ...]] = [
         ("cuMemAlloc_v2", out, 1),
@@ -105,7 +105,7 @@ def test_a_thread_without_context_can_do_nothing(cuda: Cuda) -> None:
     cuda.ok("cuMemFree_v2", memory)
 
 
-def test_the_primary_context_is_counted() -> None:
+def test_the_primary_context_ends_with_its_last_release() -> None:
     answer = in_process("""
         cuda.ok("cuInit", 0)
         first, again = (cuda.made("cuDevicePrimaryCtxRetain", 1) for _ in range(2))
@@ -122,7 +122,7 @@ def test_the_primary_context_is_counted() -> None:
     assert answer == [True, 0, {"contexts": 1}, [DESTROYED, INVALID_CONTEXT], INVALID_CONTEXT, {}]
 
 
-def test_contexts_of_ones_own_are_a_stack(cuda: Cuda) -> None:
+def test_created_contexts_are_a_stack(cuda: Cuda) -> None:
     def current() -> int | None:
         out = ctypes.c_void_p()
         cuda.ok("cuCtxGetCurrent", ctypes.byref(out))
@@ -135,7 +135,7 @@ def test_contexts_of_ones_own_are_a_stack(cuda: Cuda) -> None:
     assert current() == primary
     with cuda.violating("destroyed"):
         assert cuda.cuCtxSetCurrent(own) == INVALID_CONTEXT
-    with cuda.violating("no context"):
+    with cuda.violating("invalid context"):
         assert cuda.cuCtxDestroy_v2(own) == INVALID_CONTEXT
     assert primary is not None
     with cuda.violating("primary"):
@@ -169,7 +169,7 @@ def test_contexts_of_one_device_do_not_share_memory(cuda: Cuda) -> None:
     cuda.ok("cuMemFree_v2", theirs)
 
 
-def test_a_context_is_lost_with_its_first_error(cuda: Cuda) -> None:
+def test_a_context_is_lost_after_its_first_error(cuda: Cuda) -> None:
     own = cuda.made("cuCtxCreate_v2", 0, 0)
     memory, stream = cuda.made("cuMemAlloc_v2", 64), cuda.made("cuStreamCreate", 1)
     cuda.fault("cuMemsetD8Async:1=sync:719")
@@ -179,12 +179,12 @@ def test_a_context_is_lost_with_its_first_error(cuda: Cuda) -> None:
         719
     ] * 3
     before = cuda.violations()
-    cuda.ok("cuCtxDestroy_v2", own)  # what it held could not be given back
+    cuda.ok("cuCtxDestroy_v2", own)  # resources of a lost context cannot be freed
     assert cuda.violations() == before
-    cuda.ok("cuStreamSynchronize", None)  # the primary context goes on
+    cuda.ok("cuStreamSynchronize", None)  # the primary context still works
 
 
-def test_a_wrong_address_is_an_error_of_all_streams(cuda: Cuda) -> None:
+def test_a_wrong_address_fails_all_streams(cuda: Cuda) -> None:
     own = cuda.made("cuCtxCreate_v2", 0, 0)
     streams = [cuda.made("cuStreamCreate", 1) for _ in range(2)]
     memory = cuda.made("cuMemAlloc_v2", 64)
@@ -196,7 +196,7 @@ def test_a_wrong_address_is_an_error_of_all_streams(cuda: Cuda) -> None:
     cuda.ok("cuCtxDestroy_v2", own)
 
 
-def test_nothing_works_in_a_forked_child_and_nothing_hangs() -> None:
+def test_calls_in_a_forked_child_fail_without_hanging() -> None:
     answer = in_process("""
         cuda.ok("cuInit", 0)
         cuda.primary()

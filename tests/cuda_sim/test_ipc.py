@@ -1,4 +1,4 @@
-"""IPC handles: whole allocations in another process, and what happens when they go."""
+"""IPC handles: allocations that another process opens, and the end of their owner."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ OPEN = """
 """
 
 
-def exported(cuda: Cuda, memory: int) -> str:
+def export(cuda: Cuda, memory: int) -> str:
     handle = IpcHandle()
     cuda.ok("cuIpcGetMemHandle", ctypes.byref(handle), memory)
     return bytes(handle).hex()
 
 
-def test_another_process_opens_it(cuda: Cuda) -> None:
+def test_another_process_opens_an_exported_allocation(cuda: Cuda) -> None:
     memory = cuda.made("cuMemAlloc_v2", N)
     cuda.view(memory, 4)[:] = b"ours"
     program = (
-        OPEN.format(handle=exported(cuda, memory))
+        OPEN.format(handle=export(cuda, memory))
         + """
     again = cuda.made("cuIpcOpenMemHandle_v2", handle, 1)
     cuda.ok("cuIpcCloseMemHandle", again)
@@ -61,7 +61,7 @@ def test_another_process_opens_it(cuda: Cuda) -> None:
     cuda.ok("cuMemFree_v2", memory)
 
 
-def test_not_in_the_process_of_its_own(cuda: Cuda) -> None:
+def test_a_handle_cannot_be_opened_in_its_own_process(cuda: Cuda) -> None:
     memory, handle = cuda.made("cuMemAlloc_v2", N), IpcHandle()
     assert cuda.cuIpcGetMemHandle(ctypes.byref(handle), memory + 512) == INVALID_VALUE
     out = ctypes.byref(ctypes.c_uint64())
@@ -75,7 +75,7 @@ def test_not_in_the_process_of_its_own(cuda: Cuda) -> None:
 
 def test_freed_memory_cannot_be_opened(cuda: Cuda) -> None:
     memory = cuda.made("cuMemAlloc_v2", N)
-    handle = exported(cuda, memory)
+    handle = export(cuda, memory)
     cuda.ok("cuMemFree_v2", memory)
     code, text = in_process(OPEN.format(handle=handle))
     assert code == 1
@@ -83,8 +83,8 @@ def test_freed_memory_cannot_be_opened(cuda: Cuda) -> None:
 
 
 @pytest.mark.parametrize("freed", [True, False])
-def test_memory_is_used_when_its_owner_has_freed_it_or_died(freed: bool) -> None:
-    """To free it is a violation that shows where it is used; memory of the dead stays."""
+def test_opened_memory_fails_after_a_free_and_works_after_the_owners_death(freed: bool) -> None:
+    """Work on memory that its owner has freed is a violation; a dead owner's memory stays valid."""
     answer = in_process(f"""
         import subprocess, sys
         owner = subprocess.Popen(
@@ -128,7 +128,7 @@ def test_memory_is_used_when_its_owner_has_freed_it_or_died(freed: bool) -> None
     )
 
 
-def test_processes_may_be_isolated() -> None:
+def test_isolated_processes_cannot_export_memory() -> None:
     program = """
         cuda.ok("cuInit", 0)
         cuda.primary()

@@ -1,4 +1,4 @@
-"""Modules and launches: which texts are taken, which shapes, and what a kernel may touch."""
+"""Modules and launches: accepted texts and shapes, and the memory that a kernel may use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEXT = PTX.format(version="7.2", target="sm_70").encode()
 
 
 class Loaded(NamedTuple):
-    """A context with a kernel, and memory that it adds to."""
+    """A context with a kernel and the memory that the kernel changes."""
 
     cuda: Cuda
     module: int
@@ -38,7 +38,7 @@ class Loaded(NamedTuple):
     stream: int
 
     def launch(self, address: int, blocks: int, *, threads: int = 64, done: int = 0) -> int:
-        """Add 3 to each byte, EACH of them a block; with the code of the launch."""
+        """Launch the kernel, whose blocks add 3 to EACH bytes; return the code."""
         values = (
             ctypes.c_uint64(address),
             ctypes.c_uint32(EACH),
@@ -53,7 +53,7 @@ class Loaded(NamedTuple):
         return code
 
     def end(self) -> int:
-        """Wait for the stream; its code."""
+        """Wait for the stream; return the code."""
         code: int = self.cuda.cuStreamSynchronize(self.stream)
         return code
 
@@ -80,7 +80,7 @@ def load(cuda: Cuda, text: bytes) -> int:
     return code
 
 
-def test_texts_that_are_refused(cuda: Cuda) -> None:
+def test_invalid_texts_are_refused(cuda: Cuda) -> None:
     assert load(cuda, b"\x7fELF") == INVALID_IMAGE
     assert load(cuda, b"") == INVALID_PTX
     assert load(cuda, b'extern "C" __global__ void f() {}') == INVALID_PTX
@@ -99,12 +99,12 @@ def test_an_old_driver_refuses_newer_text() -> None:
         cuda.ok("cuInit", 0)
         cuda.primary()
         out = ctypes.byref(ctypes.c_void_p())
-        answer([cuda.cuModuleLoadDataEx(out, it, 0, None, None) for it in {texts!r}])
+        answer([cuda.cuModuleLoadDataEx(out, text, 0, None, None) for text in {texts!r}])
     """
     assert in_process(program, "12.4") == [0, UNSUPPORTED_PTX]
 
 
-def test_functions_are_those_of_the_text(loaded: Loaded) -> None:
+def test_a_module_has_the_functions_of_its_text(loaded: Loaded) -> None:
     out = ctypes.byref(ctypes.c_void_p())
     cuda = loaded.cuda
     assert cuda.cuModuleGetFunction(out, loaded.module, b"kvsim") == NOT_FOUND
@@ -120,7 +120,7 @@ def test_every_block_runs_once(loaded: Loaded) -> None:
     loaded.cuda.ok("cuMemFreeHost", done)
 
 
-def test_shapes(loaded: Loaded) -> None:
+def test_invalid_shapes_are_refused(loaded: Loaded) -> None:
     assert loaded.launch(loaded.memory, 0) == INVALID_VALUE
     assert loaded.launch(loaded.memory, 1, threads=0) == INVALID_VALUE
     assert loaded.launch(loaded.memory, 1, threads=1025) == INVALID_VALUE
@@ -131,7 +131,7 @@ def test_shapes(loaded: Loaded) -> None:
     assert loaded.cuda.cuLaunchKernel(*no_parameters) == INVALID_VALUE
 
 
-def test_a_first_launch_may_wait_for_all_work(loaded: Loaded) -> None:
+def test_a_first_launch_during_work_is_a_violation(loaded: Loaded) -> None:
     cuda = loaded.cuda
     cuda.core.kvsim_fault_add(b"cuMemsetD8Async:1=hang")
     cuda.ok("cuMemsetD8Async", loaded.memory, 1, N, loaded.stream)
@@ -195,8 +195,8 @@ def test_memory_of_another_device_needs_peer_access(loaded: Loaded, enabled: boo
     cuda.ok("cuDevicePrimaryCtxRelease_v2", 1)
 
 
-def test_a_function_is_of_its_context(loaded: Loaded) -> None:
+def test_a_function_belongs_to_its_context(loaded: Loaded) -> None:
     other = loaded.cuda.made("cuCtxCreate_v2", 0, 0)
-    with loaded.cuda.violating("no function of the context"):
+    with loaded.cuda.violating("not a function of the context"):
         assert loaded.launch(loaded.memory, 1) == INVALID_HANDLE
     loaded.cuda.ok("cuCtxDestroy_v2", other)

@@ -1,4 +1,4 @@
-"""Memory of devices and of the host: limits, frees, registration, what pointers say."""
+"""Memory of devices and of the host: limits, frees, registration, and attributes of pointers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = 4096
 
 
 def pages(count: int) -> tuple[int, mmap.mmap]:
-    """Return the address of memory at the beginning of a page, and its owner."""
+    """Return the address of page-aligned memory, and its owner."""
     owner = mmap.mmap(-1, count * PAGE)
     return ctypes.addressof(ctypes.c_char.from_buffer(owner)), owner
 
@@ -52,7 +52,8 @@ def test_host_and_device_are_freed_by_their_own_calls(cuda: Cuda) -> None:
 
 @pytest.mark.parametrize("freed", [False, True])
 def test_the_host_cannot_read_device_memory(freed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ASAN_OPTIONS", "TSAN_OPTIONS"):  # a sanitizer would exit with a code of its own
+    # Otherwise a sanitizer would exit with a code of its own.
+    for name in ("ASAN_OPTIONS", "TSAN_OPTIONS"):
         monkeypatch.setenv(name, f"{os.environ.get(name, '')}:handle_segv=0")
     code, _ = in_process(f"""
         cuda.ok("cuInit", 0)
@@ -64,7 +65,7 @@ def test_the_host_cannot_read_device_memory(freed: bool, monkeypatch: pytest.Mon
     assert code == -signal.SIGSEGV
 
 
-def test_memory_of_a_device_ends() -> None:
+def test_device_memory_is_limited() -> None:
     answer = in_process(
         """
         cuda.ok("cuInit", 0)
@@ -86,7 +87,7 @@ def test_memory_of_the_host_is_registered_once(cuda: Cuda) -> None:
     address, _owner = pages(3)
     cuda.ok("cuMemHostRegister_v2", address + 100, 100, PORTABLE)
     assert cuda.cuMemHostRegister_v2(address, PAGE, PORTABLE) == REGISTERED
-    assert cuda.cuMemHostRegister_v2(address + 1000, 10, PORTABLE) == REGISTERED  # the same page
+    assert cuda.cuMemHostRegister_v2(address + 1000, 10, PORTABLE) == REGISTERED  # on the same page
     cuda.ok("cuMemHostRegister_v2", address + PAGE, PAGE, PORTABLE | MAPPED)
     assert cuda.cuMemHostUnregister(address) == NOT_REGISTERED
     cuda.ok("cuMemHostUnregister", address + 100)
@@ -102,7 +103,7 @@ def test_ranges_that_cannot_be_registered(cuda: Cuda) -> None:
     assert cuda.cuMemHostRegister_v2(address, 0, PORTABLE) == INVALID_VALUE
     assert cuda.cuMemHostRegister_v2(address, PAGE, 16) == INVALID_VALUE
     assert cuda.cuMemHostUnregister(host) == NOT_REGISTERED
-    del owner  # and with it the pages
+    del owner  # drops the pages, too
     assert cuda.cuMemHostRegister_v2(address, PAGE, PORTABLE) == INVALID_VALUE
     cuda.ok("cuMemFree_v2", device)
     cuda.ok("cuMemFreeHost", host)
@@ -118,7 +119,7 @@ def test_attributes_of_pointers(cuda: Cuda) -> None:
     address, _owner = pages(2)
     assert [cuda.attribute(address, item) for item in (*which, START, SIZE)] == [
         0
-    ] * 7  # and success
+    ] * 7  # the last one is success
     cuda.ok("cuMemHostRegister_v2", address, PAGE, PORTABLE)
     assert cuda.attribute(address, TYPE) == HOST_MEMORY
     assert cuda.attribute(address + PAGE, TYPE) == 0
@@ -128,7 +129,7 @@ def test_attributes_of_pointers(cuda: Cuda) -> None:
     cuda.ok("cuMemFreeHost", host)
 
 
-def test_memory_that_moves_by_itself(cuda: Cuda) -> None:
+def test_managed_memory_is_recognized(cuda: Cuda) -> None:
     memory = cuda.made("cuMemAllocManaged", 64, 1)
     assert [cuda.attribute(memory, item) for item in (TYPE, MANAGED, IPC)] == [DEVICE_MEMORY, 1, 0]
     ctypes.memset(memory, 1, 64)

@@ -1,4 +1,4 @@
-"""Virtual memory: memory and addresses apart, access to them, and memory of other processes."""
+"""Virtual memory: handles, address ranges, access, and handles of other processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def give_access(cuda: Cuda, address: int, nbytes: int, flags: int, device: int =
 
 @pytest.fixture
 def mapped(cuda: Cuda) -> Iterator[tuple[int, int]]:
-    """Two pages mapped side by side in a range of four, without access; the range's address."""
+    """The address of a range of four pages, with memory mapped to the first two, and a stream."""
     address = cuda.made("cuMemAddressReserve", 4 * PAGE, 0, 0, 0)
     handles = [cuda.made("cuMemCreate", PAGE, ctypes.byref(allocation()), 0) for _ in range(2)]
     for i, handle in enumerate(handles):
@@ -36,7 +36,7 @@ def mapped(cuda: Cuda) -> Iterator[tuple[int, int]]:
     cuda.ok("cuMemAddressFree", address, 4 * PAGE)
 
 
-def test_sizes_and_properties(cuda: Cuda) -> None:
+def test_sizes_and_properties_are_checked(cuda: Cuda) -> None:
     nbytes, out = ctypes.c_size_t(), ctypes.byref(ctypes.c_uint64())
     cuda.ok("cuMemGetAllocationGranularity", ctypes.byref(nbytes), ctypes.byref(allocation()), 0)
     assert nbytes.value == PAGE
@@ -48,8 +48,8 @@ def test_sizes_and_properties(cuda: Cuda) -> None:
     assert cuda.cuMemAddressReserve(out, 4096, 0, 0, 0) == INVALID_VALUE
 
 
-def test_a_handle_of_what_is_mapped(cuda: Cuda, mapped: tuple[int, int]) -> None:
-    """It was released; the new one is to be released, too, and outlives the mapping."""
+def test_a_handle_is_retained_by_an_address(cuda: Cuda, mapped: tuple[int, int]) -> None:
+    """The retained handle outlives the mapping, and needs a release of its own."""
     address, stream = mapped
     handle = cuda.made("cuMemRetainAllocationHandle", address + PAGE + 5)
     cuda.ok("cuMemUnmap", address + PAGE, PAGE)
@@ -58,12 +58,12 @@ def test_a_handle_of_what_is_mapped(cuda: Cuda, mapped: tuple[int, int]) -> None
     assert cuda.cuMemRetainAllocationHandle(out, address + 3 * PAGE) == INVALID_VALUE
     cuda.ok("cuMemMap", address + PAGE, PAGE, 0, handle, 0)
     cuda.ok("cuMemRelease", handle)
-    with cuda.violating("is no handle of memory"):
+    with cuda.violating("is not a handle of memory"):
         assert cuda.cuMemRelease(handle) == INVALID_VALUE
     cuda.ok("cuStreamDestroy_v2", stream)
 
 
-def test_a_range_is_copied_to_across_its_mappings(cuda: Cuda, mapped: tuple[int, int]) -> None:
+def test_work_crosses_adjacent_mappings(cuda: Cuda, mapped: tuple[int, int]) -> None:
     address, stream = mapped
     assert give_access(cuda, address, 2 * PAGE, READ_WRITE) == 0
     cuda.ok("cuMemsetD8Async", address, 1, 2 * PAGE, stream)
@@ -77,7 +77,9 @@ def test_a_range_is_copied_to_across_its_mappings(cuda: Cuda, mapped: tuple[int,
     cuda.ok("cuStreamDestroy_v2", stream)
 
 
-def test_pointers_tell_the_range_that_was_reserved(cuda: Cuda, mapped: tuple[int, int]) -> None:
+def test_attributes_of_pointers_show_the_reserved_range(
+    cuda: Cuda, mapped: tuple[int, int]
+) -> None:
     address, stream = mapped
     which = (TYPE, IPC, START, SIZE, HANDLES)
     inside = address + PAGE + 7
@@ -89,7 +91,7 @@ def test_pointers_tell_the_range_that_was_reserved(cuda: Cuda, mapped: tuple[int
 
 
 @pytest.mark.parametrize("flags", [None, READ])
-def test_without_access_work_fails(cuda: Cuda, flags: int | None) -> None:
+def test_work_without_access_fails(cuda: Cuda, flags: int | None) -> None:
     own = cuda.made("cuCtxCreate_v2", 0, 0)
     address = cuda.made("cuMemAddressReserve", PAGE, 0, 0, 0)
     handle = cuda.made("cuMemCreate", PAGE, ctypes.byref(allocation()), 0)
@@ -101,7 +103,7 @@ def test_without_access_work_fails(cuda: Cuda, flags: int | None) -> None:
         cuda.ok("cuMemsetD8Async", address, 1, 4, None)
     assert cuda.cuStreamSynchronize(None) == ILLEGAL_ADDRESS
     cuda.ok("cuCtxDestroy_v2", own)
-    cuda.ok("cuMemUnmap", address, PAGE)  # of no context
+    cuda.ok("cuMemUnmap", address, PAGE)  # it belongs to no context
     cuda.ok("cuMemAddressFree", address, PAGE)
     cuda.ok("cuMemRelease", handle)
 
@@ -109,9 +111,10 @@ def test_without_access_work_fails(cuda: Cuda, flags: int | None) -> None:
 def test_ranges_that_cannot_be_mapped_or_unmapped(cuda: Cuda, mapped: tuple[int, int]) -> None:
     address, stream = mapped
     handle = cuda.made("cuMemCreate", PAGE, ctypes.byref(allocation()), 0)
-    assert cuda.cuMemMap(address + PAGE, PAGE, 0, handle, 0) == INVALID_VALUE  # mapped before
+    assert cuda.cuMemMap(address + PAGE, PAGE, 0, handle, 0) == INVALID_VALUE  # already mapped
     assert cuda.cuMemMap(address + 4 * PAGE, PAGE, 0, handle, 0) == INVALID_VALUE  # not reserved
-    assert cuda.cuMemMap(address + 2 * PAGE, 2 * PAGE, 0, handle, 0) == INVALID_VALUE  # larger
+    # Larger than the memory.
+    assert cuda.cuMemMap(address + 2 * PAGE, 2 * PAGE, 0, handle, 0) == INVALID_VALUE
     assert cuda.cuMemUnmap(address, PAGE + 4096) == INVALID_VALUE
     assert cuda.cuMemUnmap(address + 4096, PAGE) == INVALID_VALUE
     assert give_access(cuda, address, 3 * PAGE, READ_WRITE) == INVALID_VALUE
@@ -121,7 +124,7 @@ def test_ranges_that_cannot_be_mapped_or_unmapped(cuda: Cuda, mapped: tuple[int,
     cuda.ok("cuMemRelease", handle)
     with cuda.violating("released"):
         assert cuda.cuMemRelease(handle) == INVALID_VALUE
-    with cuda.violating("is no handle"):
+    with cuda.violating("is not a handle"):
         assert cuda.cuMemMap(address + 2 * PAGE, PAGE, 0, handle, 0) == INVALID_VALUE
     cuda.ok("cuStreamDestroy_v2", stream)
 
@@ -144,7 +147,7 @@ def test_memory_is_unmapped_while_work_uses_it(cuda: Cuda) -> None:
     cuda.ok("cuMemAddressFree", address, PAGE)
 
 
-def test_the_last_handle_or_mapping_gives_the_memory_back() -> None:
+def test_memory_is_freed_with_its_last_handle_and_mapping() -> None:
     answer = in_process(
         """
         from tests.cuda_sim.cuda_library import allocation
@@ -170,7 +173,7 @@ def test_the_last_handle_or_mapping_gives_the_memory_back() -> None:
 
 
 def test_another_process_imports_an_exported_handle(cuda: Cuda) -> None:
-    """Under another number of its device, and it stays there when this process gives it back."""
+    """The importing process releases its handle, which does not free the exporter's memory."""
     handle = cuda.made("cuMemCreate", PAGE, ctypes.byref(allocation(1)), 0)
     fd = ctypes.c_int(-1)
     cuda.ok("cuMemExportToShareableHandle", ctypes.byref(fd), handle, 1, 0)

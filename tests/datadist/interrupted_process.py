@@ -30,7 +30,7 @@ PAGED = CacheDesc(2, (4, 16, 2, 64), DataType.DT_INT8, kv_tensor_format="NHD")
 DEADLINE_S = 30
 
 
-def until(holds: Callable[[], bool]) -> None:
+def wait_until_true(holds: Callable[[], bool]) -> None:
     """Return once `holds()` is true. If it never is, the parent's timeout ends this process."""
     deadline = time.monotonic() + DEADLINE_S
     while not holds() and time.monotonic() < deadline:
@@ -80,13 +80,13 @@ def main(machine: str, kind: str, wanted: int) -> None:
                 raise
             interrupts += 1
     signal.setitimer(signal.ITIMER_REAL, 0)
-    until(lambda: not user.metrics()["in_flight"])
+    wait_until_true(lambda: not user.metrics()["in_flight"])
     in_flight = user.metrics()["in_flight"], user.links()[0].in_flight
     # The owner frees a deallocated cache when the last claim ends.
     owner.remove_cache_key(key)
     for cache in offered:
         owner.deallocate_cache(cache)
-    until(lambda: not owner.caches())
+    wait_until_true(lambda: not owner.caches())
     (unlinked,) = user.unlink_clusters([1], 5000)
     began = time.monotonic()
     user.finalize()

@@ -39,7 +39,7 @@ def fill(user: LlmDataDist, cache: Cache) -> list[NDArray[Any]]:
 
 def there(peer: Peer, name: str) -> NDArray[Any]:
     """Return the tensors of a cache of the peer, which has this name there."""
-    code = f"result = [it.tolist() for it in datadist.arrays({name})]"
+    code = f"result = [array.tolist() for array in datadist.arrays({name})]"
     return np.array(peer.run(code))
 
 

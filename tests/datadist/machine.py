@@ -85,7 +85,7 @@ def where_memory_is_mapped(machine: Machine) -> None:
         pytest.skip(f"memory is not mapped over {machine.transport}")
 
 
-def where_nobody_serves(machine: Machine) -> None:
+def skip_if_peers_serve(machine: Machine) -> None:
     """Skip a test whose peer is stopped during a transfer if the peer must serve it."""
     import pytest
 

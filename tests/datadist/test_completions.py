@@ -1,10 +1,11 @@
-"""One queue for many tasks: each submitted task is queued once when it ends."""
+"""A single queue for many tasks: each submitted task is queued once when it ends."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import select
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -26,10 +27,10 @@ from kvplan import (
 )
 from kvplan.engine.queues import MAX_UNTAKEN
 from tests.datadist.conftest import MakeEngine
-from tests.datadist.machine import Machine, on_host_only, where_nobody_serves
+from tests.datadist.machine import Machine, on_host_only, skip_if_peers_serve
 from tests.datadist.peer import Peer
 from tests.support.refusals import refused
-from tests.support.wrappers import delay, fail_at
+from tests.support.wrappers import delay, fail_at, hold
 
 DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
 THEIRS = BlocksCacheKey(1)
@@ -41,7 +42,7 @@ paged = datadist.allocate_blocks_cache(desc, BlocksCacheKey(1))
 """
 
 
-def taken(user: LlmDataDist, count: int) -> list[Any]:
+def take_tasks(user: LlmDataDist, count: int) -> list[Any]:
     """Take the next `count` tasks that have ended."""
     found: list[Any] = []
     while len(found) < count:
@@ -63,7 +64,7 @@ def test_each_task_is_queued_once_whether_or_not_a_call_waits(
     tasks = [user.submit(Transfer(Rows(THEIRS, [i % 4]), Rows(cache, [i % 4]))) for i in range(30)]
     for task in tasks[::3]:
         task.wait()
-    found = taken(user, 30)
+    found = take_tasks(user, 30)
     assert {id(item) for item in found} == {id(item) for item in tasks}
     for task in found:
         assert task.done
@@ -86,19 +87,19 @@ def test_failed_cancelled_and_local_tasks_are_queued_too(
         engine.completions()
     mine = broken.allocate_blocks_cache(DESC)
     task: Any = broken.submit(Transfer(Rows(THEIRS, [0, 2]), Rows(mine, [0, 2])))
-    assert taken(broken, 1) == [task]
+    assert take_tasks(broken, 1) == [task]
     with refused("LLM_FAILED"):
         task.wait(0)
     task = broken.submit(Transfer(Rows(mine, [0]), Rows(mine, [1])))
-    assert taken(broken, 1) == [task]
+    assert take_tasks(broken, 1) == [task]
     mine = held.allocate_blocks_cache(DESC)
     first = held.submit(Transfer(Rows(THEIRS, [0]), Rows(mine, [0])))
     second = held.submit(Transfer(Rows(THEIRS, [1]), Rows(mine, [1])))
     assert list(held.completions()) == []
     second.cancel()
-    assert taken(held, 1) == [second]  # though the first still moves
+    assert take_tasks(held, 1) == [second]  # though the first still moves
     first.cancel()
-    assert taken(held, 1) == [first]
+    assert take_tasks(held, 1) == [first]
 
 
 def test_a_push_by_layers_is_queued_after_its_last_layer(user: LlmDataDist, peer: Peer) -> None:
@@ -114,13 +115,73 @@ def test_a_push_by_layers_is_queued_after_its_last_layer(user: LlmDataDist, peer
     task.ready(0)
     assert completions.wait(5) is False
     task.ready(1)
-    assert taken(user, 1) == [task]
+    assert take_tasks(user, 1) == [task]
     cancelled.cancel()
-    assert taken(user, 1) == [cancelled]
+    assert take_tasks(user, 1) == [cancelled]
     dropped = push()
     with pytest.warns(ResourceWarning, match="dropped"):
         del dropped
     assert completions.wait(5) is False
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["ready", "failed", "failed late", "cancelled", "dropped", "asked, dropped", "held, dropped"],
+)
+def test_caches_by_layers_are_queued_after_the_last_layer_of_all(
+    make_engine: MakeEngine, peer: Peer, machine: Machine, end: str
+) -> None:
+    """A handle that is dropped earlier cancels: peers learn of that, and nothing is in flight."""
+    transfers = None
+    if end.startswith("failed"):
+        on_host_only(machine, "the wrapper fails or holds what host backends move")
+        wrap = hold if end == "failed late" else partial(fail_at, descriptor=0)
+        transfers = Transfers(1, wrap)
+    user = make_engine(2, transfers=transfers)
+    user.link_clusters([ClusterInfo(1, peer.address)], WAIT_MS).raise_for_status()
+    peer.run(OFFER)
+    cache, others = user.allocate_blocks_cache(DESC), user.allocate_blocks_cache(DESC)
+    completions = user.completions()
+    param = KvCacheExtParam(tensor_num_per_layer=1)
+    names = {"a": cache, "b": others}
+    task = user.layered(
+        {
+            name: Transfer(Rows(THEIRS, [0]), Rows(to, [0]), layers=param)
+            for name, to in names.items()
+        },
+        notify=b"all",
+        notify_failure=b"not all",
+    )
+    task.ready(0)
+    first, second = sources = list(task.tasks.values())
+    if end != "failed":
+        assert completions.wait(5) is False
+    if end == "ready":
+        task.ready(1)
+    elif end == "cancelled":
+        task.cancel()
+    elif end == "failed late":  # with all of its layers ready, while the other waits for one
+        first.ready(1)
+        first.cancel()
+        assert second.wait_done(WAIT_MS)
+    elif end == "held, dropped":
+        del task
+        assert [source.done for source in sources] == [True, True]
+    elif end.endswith("dropped"):
+        assert end == "dropped" or not task.settled
+        del first, second, sources
+        with pytest.warns(ResourceWarning, match="dropped"):
+            del task
+    if end.endswith("dropped"):
+        assert completions.wait(5) is False
+    else:
+        assert take_tasks(user, 1) == [task]
+        assert task.done
+    peer.run(f"assert datadist.notifications().wait({WAIT_MS})")
+    received = peer.run("result = [each.data for each in datadist.notifications()]")
+    assert received == [b"all" if end == "ready" else b"not all"]
+    assert user.metrics()["in_flight"] == 0
+    user.unlink_clusters([1]).raise_for_status()
 
 
 def test_a_gather_is_queued_as_one_task(user: LlmDataDist, peer: Peer) -> None:
@@ -130,7 +191,7 @@ def test_a_gather_is_queued_as_one_task(user: LlmDataDist, peer: Peer) -> None:
     cache = user.allocate_blocks_cache(desc)
     user.completions()
     task = user.submit({"kv": Transfer([Rows(THEIRS, [0, 1])], Rows(cache, [2, 3]))})
-    found: list[Any] = taken(user, 1)
+    found: list[Any] = take_tasks(user, 1)
     assert found == [task]
     task.wait(0)
     user.run(Transfer([Rows(THEIRS, [0, 1])], Rows(cache, [2, 3])))
@@ -140,7 +201,7 @@ def test_a_gather_is_queued_as_one_task(user: LlmDataDist, peer: Peer) -> None:
 def test_a_task_with_a_notification_is_queued_once_the_peer_has_it(
     user: LlmDataDist, peer: Peer, machine: Machine
 ) -> None:
-    where_nobody_serves(machine)
+    skip_if_peers_serve(machine)
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
     user.completions()
@@ -152,11 +213,11 @@ def test_a_task_with_a_notification_is_queued_once_the_peer_has_it(
     user.on_plan(stop)
     late = user.submit(Transfer(Rows(CacheIndex(1, 1), [0]), Rows(cache, [0])), notify=b"stopped")
     plain = user.submit(Transfer(Rows(CacheIndex(1, 1), [1]), Rows(cache, [1])))
-    assert taken(user, 1) == [plain]
+    assert take_tasks(user, 1) == [plain]
     peer.resume()
-    assert taken(user, 1) == [late]
+    assert take_tasks(user, 1) == [late]
     late.wait(0)
-    assert peer.run("result = [it.data for it in datadist.notifications()]") == [b"stopped"]
+    assert peer.run("result = [note.data for note in datadist.notifications()]") == [b"stopped"]
 
 
 def test_a_pull_that_consumes_a_key_delays_no_other_task_by_its_peer(
@@ -169,9 +230,9 @@ def test_a_pull_that_consumes_a_key_delays_no_other_task_by_its_peer(
     user.on_plan(lambda _: peer.stop())
     keyed = user.submit(Transfer(Rows(CacheKey(1, 7, 0)), Rows(cache, slot=0)))
     plain = user.submit(Transfer(Rows(blocks, [0]), Rows(blocks, [1])))
-    assert taken(user, 1) == [plain]
+    assert take_tasks(user, 1) == [plain]
     peer.resume()
-    assert taken(user, 1) == [keyed]
+    assert take_tasks(user, 1) == [keyed]
     keyed.wait(0)
 
 
@@ -254,7 +315,7 @@ def test_untaken_tasks_are_bounded_and_can_still_be_taken(user: LlmDataDist, pee
     cache = user.allocate_blocks_cache(DESC)
     completions = user.completions()
     user.submit(Transfer(Rows(THEIRS, [0]), Rows(cache, [0])))
-    (task,) = taken(user, 1)
+    (task,) = take_tasks(user, 1)
     for _ in range(MAX_UNTAKEN):
         completions.put(task)
     param = KvCacheExtParam(tensor_num_per_layer=1)
@@ -269,5 +330,5 @@ def test_untaken_tasks_are_bounded_and_can_still_be_taken(user: LlmDataDist, pee
     user.pull_blocks(THEIRS, cache, [0], [0])  # not submitted, so not reported
     assert next(iter(completions)) is task
     last = user.submit(Transfer(Rows(THEIRS, [0]), Rows(cache, [0])))
-    assert taken(user, MAX_UNTAKEN)[-1] is last
+    assert take_tasks(user, MAX_UNTAKEN)[-1] is last
     assert user.metrics()["in_flight"] == 0

@@ -91,9 +91,7 @@ def test_a_request_is_gathered_from_its_ranks(
 
 @pytest.mark.over_tcp
 @pytest.mark.parametrize("num_tokens", [7, 40])
-def test_a_rank_gives_and_takes_its_tokens_alone(
-    user: LlmDataDist, peer: Peer, num_tokens: int
-) -> None:
+def test_a_rank_moves_only_its_own_tokens(user: LlmDataDist, peer: Peer, num_tokens: int) -> None:
     """Pulls and pushes of one pair of caches leave tokens of other ranks unchanged."""
     theirs, mine = RANKS[1].tensors(1), WHOLE.tensors(2)
     lease = offered(peer, 1, theirs)
@@ -113,4 +111,4 @@ def test_a_rank_gives_and_takes_its_tokens_alone(
     assert plan.nbytes == len(sides[0]) * 2 * 2 * 4 * 8 * 2
     user.submit(transfer).wait()
     wanted = moved(WHOLE, RANKS[1], back, theirs, sides[1], sides[0])
-    assert_same(peer.run("result = [np.array(it) for it in datadist.arrays(cache)]"), wanted)
+    assert_same(peer.run("result = [np.array(array) for array in datadist.arrays(cache)]"), wanted)

@@ -35,7 +35,7 @@ def filled(engine: LlmDataDist, cache: Cache) -> Cache:
 
 
 @pytest.mark.parametrize(("src", "dst"), [*product(Placement, repeat=2)])
-def test_a_slot_is_copied_wherever_it_is(
+def test_a_slot_is_copied_between_all_placements(
     engine: LlmDataDist, src: Placement, dst: Placement
 ) -> None:
     source = filled(engine, engine.allocate_cache(desc(src)))
@@ -61,7 +61,7 @@ def test_a_block_is_copied_to_many(engine: LlmDataDist) -> None:
         assert (now == then).all()
 
 
-def test_no_blocks_are_no_bytes(engine: LlmDataDist) -> None:
+def test_an_empty_copy_moves_no_bytes(engine: LlmDataDist) -> None:
     cache, host = (engine.allocate_blocks_cache(desc(item)) for item in reversed(Placement))
     engine.copy_blocks(cache, {})
     engine.submit(Transfer(Rows(cache, []), Rows(cache, []))).wait()
@@ -88,7 +88,7 @@ def test_memory_without_an_id_is_swapped(engine: LlmDataDist) -> None:
     assert (engine.arrays(inside)[1][1] == 6).all()
 
 
-def test_the_twins_plan_and_submit_the_same(engine: LlmDataDist) -> None:
+def test_plan_and_submit_make_the_same_plan(engine: LlmDataDist) -> None:
     cache = filled(engine, engine.allocate_blocks_cache(desc()))
     plan = engine.plan(Transfer(Rows(cache, [0]), Rows(cache, [1])))
     assert engine.arrays(cache)[0][1, 0] == 9
@@ -143,7 +143,7 @@ def test_the_call_for_the_other_kind_of_cache_is_named(engine: LlmDataDist) -> N
 
 
 @pytest.mark.parametrize("wrong", [None, 1, "cache", [1, 2]])
-def test_a_cache_is_a_cache(engine: LlmDataDist, wrong: Any) -> None:
+def test_values_that_are_not_caches_are_refused(engine: LlmDataDist, wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"^src="):
         engine.copy_cache(wrong, wrong)
     with pytest.raises(TypeError, match=r"^dst="):

@@ -19,16 +19,14 @@ from tests.support.refusals import refused
 
 pytestmark = pytest.mark.skipif(bool(PEER_COMMAND), reason="peers are on another host")
 
-READ_ALL = "result = [it.data for it in datadist.notifications()]"
+READ_ALL = "result = [note.data for note in datadist.notifications()]"
 
 
 def numbers(*parts: range) -> list[bytes]:
     return [b"%d" % i for part in parts for i in part]
 
 
-def test_a_stopped_receiver_has_all_that_the_sender_knows_as_delivered(
-    user: LlmDataDist, peer: Peer
-) -> None:
+def test_a_stopped_receiver_has_all_delivered_notifications(user: LlmDataDist, peer: Peer) -> None:
     """The first notification makes the direct connection, so this is true from the second on."""
     user.notify(1, b"0")
     peer.stop()
@@ -62,7 +60,7 @@ def test_both_ends_may_send_at_once(user: LlmDataDist, peer: Peer) -> None:
         while len(found) < count:
             assert datadist.notifications().wait(20_000)
             found += datadist.notifications()
-        result = [it.data for it in found]
+        result = [note.data for note in found]
         """,
         count=count,
     )
@@ -103,7 +101,7 @@ def test_several_readers_get_each_notification_once(user: LlmDataDist, peer: Pee
 
 
 @pytest.mark.parametrize("how", ["unlink", "kill"])
-def test_a_link_that_ends_leaves_arrived_notifications_and_tells_the_sender(
+def test_arrived_notifications_survive_the_end_of_their_link(
     user: LlmDataDist, peer: Peer, how: str
 ) -> None:
     peer.run("for i in range(50): datadist.notify(2, b'%d' % i)")
@@ -202,7 +200,7 @@ def test_a_flood_of_a_linked_peer_takes_no_memory_and_stops_no_other_link(
         unread, found = peer.run(
             """
             arrived = datadist.notifications()
-            result = len(arrived), [(it.cluster_id, it.data[:3]) for it in arrived]
+            result = len(arrived), [(note.cluster_id, note.data[:3]) for note in arrived]
             """
         )
         assert unread <= MAX_UNREAD_OF_ONE + 201

@@ -64,18 +64,22 @@ def test_a_peer_that_died_is_a_broken_link_and_calls_fail_fast(
 
 
 @pytest.mark.over_tcp
-def test_a_peer_that_dies_under_a_transfer_fails_it(
-    holding: tuple[LlmDataDist, Cache, LetGo], peer: Peer
+def test_a_peer_that_dies_fails_its_transfer(
+    machine: Machine, holding: tuple[LlmDataDist, Cache, LetGo], peer: Peer
 ) -> None:
     user, mine, let_go = holding
-    task = user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(mine)))
+    transfer = Transfer(Rows(CacheIndex(1, 1)), Rows(mine))
+    if machine.transport == "tcp":  # the peer could still serve the request before it dies
+        user.plan(transfer)  # asks the peer about its cache
+        peer.stop()
+    task = user.submit(transfer)
     peer.kill()
     let_go()
     with refused(LLMStatusCode.LLM_LINK_FAILED):
         task.wait()
 
 
-def test_memory_that_is_freed_under_a_transfer_fails_it(
+def test_memory_that_is_freed_during_a_transfer_fails_it(
     machine: Machine, holding: tuple[LlmDataDist, Cache, LetGo], peer: Peer
 ) -> None:
     user, mine, let_go = holding
@@ -134,7 +138,7 @@ def test_a_restarted_peer_is_linked_again(
     user.pull_cache(CacheIndex(1, 1), mine)
 
 
-def test_a_pool_that_is_exhausted_says_so(make_engine: MakeEngine) -> None:
+def test_an_exhausted_pool_is_reported(make_engine: MakeEngine) -> None:
     engine = make_engine(2, MemPoolConfig='{"memory_size": 65536}')
     held = engine.allocate_cache(CacheDesc(1, (65536,), DataType.DT_INT8))
     small = CacheDesc(1, (1,), DataType.DT_INT8)
@@ -178,10 +182,10 @@ def test_rounds_of_linking_and_transferring_leave_nothing_behind(make_engine: Ma
             user.deallocate_cache(mine)
 
     # The last round may still be releasing its resources; a leak would be one per round.
-    assert max(grown(rounds, 10, 100)) < 50
+    assert max(grown(rounds, 5, 40)) < 20
 
 
-def test_engines_that_come_and_go_leave_nothing_behind(machine: Machine) -> None:
+def test_short_lived_engines_leave_nothing_behind(machine: Machine) -> None:
     def rounds(number: int) -> None:
         for _ in range(number):
             first, second = (machine.engine(item, LlmRole.MIX) for item in (1, 2))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from random import Random
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from kvplan import CacheDesc, CacheIndex, DataType, GatherError, PlanEvent, Rows, Shard, Transfer
 from tests.datadist.conftest import MakeEngine, link
@@ -33,9 +35,14 @@ def scales_and_values(heads: range) -> dict[str, CacheDesc]:
     }
 
 
-def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> None:
-    """Each engine has two of the four heads, and one engine also has the state."""
-    sources, user = [make_engine(item, listen=True) for item in (1, 3)], make_engine(2)
+@pytest.mark.parametrize("unlike", ["refuse", "warn"])
+def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine, unlike: str) -> None:
+    """Each engine has two of the four heads, and one engine also has the state.
+
+    A gather needs the meaning of its rows, also in an engine that copies bytes of unlike caches.
+    """
+    sources = [make_engine(item, listen=True) for item in (1, 3)]
+    user = make_engine(2, **{"kvplan.unlike_caches": unlike})
     seen: list[PlanEvent] = []
     keys: dict[str, list[CacheIndex]] = {"values": [], "scales": []}
     for rank, source in enumerate(sources):
@@ -84,9 +91,9 @@ def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> No
     assert user.plan(groups).by_part() == first.by_part() | second.by_part()
     assert user.metrics()["in_flight"] == 0
 
-    nobody = {"state": Transfer([], Rows(mine["state"], [4]))}
+    without_sources = {"state": Transfer([], Rows(mine["state"], [4]))}
     with refused(INVALID, "part state: src is empty; a gather needs at least one source"):
-        user.run(nobody)
+        user.run(without_sources)
     no_table = {"state": Transfer([Rows(state_rows.cache)], Rows(mine["state"], [4]))}
     with refused(INVALID, r"part state: src\[0\].blocks is None"):
         user.run(no_table)
@@ -97,6 +104,12 @@ def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> No
     }
     with refused(INVALID, r"part values: no source has layers 0..1, heads 2..3"):
         user.run(half)
+    unsigned = dataclasses.replace(
+        scales_and_values(range(4))["values"], data_type=DataType.DT_UINT8
+    )
+    other = Rows(user.allocate_blocks_cache(unsigned), [4, 5])
+    with refused(INVALID, "part values: .*DT_INT8.*DT_UINT8"):
+        user.run({"values": structs.replace(groups["values"], dst=other)})
     sources[0].finalize()
     with pytest.raises(GatherError, match=r"gather_groups: .*sources\[0\]"):
         user.run(groups, timeout_ms=5000)

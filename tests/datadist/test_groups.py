@@ -48,7 +48,7 @@ for number, (name, desc) in enumerate(descs.items()):
         .astype(dtype).reshape(desc.shape)
         for layer in range(desc.num_tensors)
     ])
-result = [it.cache_id for it in caches.values()]
+result = [cache.cache_id for cache in caches.values()]
 """
 TABLES = {"latent": ([1, 5, 2], [7, 0, 3]), "indexer": ([4, 0], [5, 2]), "state": ([3], [1])}
 TOKENS = {"latent": 11, "indexer": 11, "state": None}
@@ -128,12 +128,12 @@ def test_one_push_moves_all_groups(
     peer.run(
         """
         for cache in caches.values():
-            empty = [np.zeros_like(it) for it in datadist.arrays(cache, copy=True)]
+            empty = [np.zeros_like(array) for array in datadist.arrays(cache, copy=True)]
             datadist.write_cache(cache, empty)
         """
     )
     task = user.submit(groups_of(mine, keys))
-    asyncio.run(waited(task))
+    asyncio.run(await_task(task))
     assert "part indexer\nlayer 0  " in task.explain()
     assert task.explain().endswith("LLM_SUCCESS")
     there = peer.run("result = {n: datadist.arrays(it, copy=True) for n, it in caches.items()}")
@@ -141,14 +141,14 @@ def test_one_push_moves_all_groups(
         assert_arrived(name, there[name])
 
 
-async def waited(task: Any) -> None:
+async def await_task(task: Any) -> None:
     await task
 
 
-def test_engines_memory_and_the_users_own_go_together(
+def test_memory_of_engines_and_programs_moves_in_one_transfer(
     user: LlmDataDist, peer: Peer, machine: Machine
 ) -> None:
-    """One cache of the peer is in its engine's arena, the other in the program's array."""
+    """A cache of the peer is in its engine's arena, and another in the program's array."""
     on_host_only(machine, "HCCL reaches no memory of the host between devices of one host")
     state = peer.run(
         """
@@ -180,7 +180,7 @@ def test_engines_memory_and_the_users_own_go_together(
     assert peer.run("result = int(datadist.arrays(arena)[0][4].min())") == 9
 
 
-def test_a_cache_that_has_taken_over_a_key_is_found(
+def test_a_key_finds_its_present_cache(
     user: LlmDataDist, peer: Peer, keys: dict[str, CacheIndex]
 ) -> None:
     """A key names, for each group, the cache that has the key now."""
@@ -271,8 +271,8 @@ def test_both_registrations_of_the_same_memory_are_checked(user: LlmDataDist, pe
         desc = CacheDesc(1, (5, 32), DataType.DT_INT32)
         arrays = [zeros((5, 32), np.int32)]
         twice = [
-            datadist.register_blocks_cache(desc, addresses(arrays), BlocksCacheKey(1, 8 + it))
-            for it in range(2)
+            datadist.register_blocks_cache(desc, addresses(arrays), BlocksCacheKey(1, 8 + number))
+            for number in range(2)
         ]
         other = datadist.allocate_blocks_cache(desc)
         """
@@ -316,11 +316,11 @@ def test_groups_of_host_and_device_are_two_transfers(
 def test_groups_by_leases(
     user: LlmDataDist, peer: Peer, keys: dict[str, CacheIndex], machine: Machine
 ) -> None:
-    """One ended lease fails the whole transfer."""
+    """A single ended lease fails the whole transfer."""
     blobs = peer.run(
         """
-        leases = [datadist.lease_blocks(caches[it], blocks[it], tag=it) for it in caches]
-        result = [it.to_bytes() for it in leases]
+        leases = [datadist.lease_blocks(caches[name], blocks[name], tag=name) for name in caches]
+        result = [lease.to_bytes() for lease in leases]
         """,
         blocks={name: TABLES[name][0] for name in DESCS},
     )
@@ -386,8 +386,8 @@ def test_groups_whose_sides_have_unlike_numbers_of_tensors(
         """
         caches = [datadist.allocate_blocks_cache(desc) for desc in descs]
         for cache, tensors in zip(caches, arrays):
-            datadist.write_cache(cache, [it.view(np.float16) for it in tensors])
-        result = [it.cache_id for it in caches]
+            datadist.write_cache(cache, [tensor.view(np.float16) for tensor in tensors])
+        result = [cache.cache_id for cache in caches]
         """,
         descs=[cache.desc for cache in there],
         arrays=theirs,
@@ -407,7 +407,17 @@ def test_groups_whose_sides_have_unlike_numbers_of_tensors(
     if direction == "pull":
         found = [user.arrays(cache, copy=True) for cache in caches]
     else:
-        found = peer.run("result = [datadist.arrays(it, copy=True) for it in caches]")
+        found = peer.run("result = [datadist.arrays(cache, copy=True) for cache in caches]")
     for arrays, tensors in zip(found, wanted, strict=True):
         for array, tensor in zip(arrays, tensors, strict=True):
             np.testing.assert_array_equal(np.array(array).view(np.uint16), tensor)
+
+
+def test_a_rank_that_one_of_several_gives_is_refused(
+    user: LlmDataDist, keys: dict[str, CacheIndex]
+) -> None:
+    groups = groups_of(keys, caches_of(user))
+    groups["indexer"] = replace(groups["indexer"], rank=0)
+    for verb in (user.plan, user.run, user.submit, user.layered):
+        with refused(INVALID, "indexer.*rank=0 must be None: only a gather has several sources"):
+            verb(groups)

@@ -30,6 +30,7 @@ from kvplan import (
     Transfers,
 )
 from kvplan.engine import layer_event
+from kvplan.execution.completion import completion_thread
 from tests.datadist.conftest import MakeEngine, link
 from tests.datadist.layers import NUM_LAYERS, OFFER, SLOTS, SLOTS_THERE, fill, there, wait_until
 from tests.datadist.peer import Peer
@@ -75,7 +76,7 @@ def done(task: LayerTask, count: int) -> None:
     assert task.progress().done == tuple(task.layers)[:count]
 
 
-def test_c_code_says_which_layers_are_ready(user: LlmDataDist, peer: Peer) -> None:
+def test_c_code_makes_layers_ready(user: LlmDataDist, peer: Peer) -> None:
     peer.run(OFFER)
     cache = user.allocate_cache(SLOTS)
     arrays = fill(user, cache)
@@ -189,7 +190,7 @@ def test_a_signal_never_waits_for_a_copy(make_engine: MakeEngine) -> None:
         task.cancel()
 
 
-def test_an_event_that_is_dropped_warns_and_lets_go(begin: Begin) -> None:
+def test_a_dropped_event_warns_and_releases_its_tasks(begin: Begin) -> None:
     task = begin()
     event = LayerEvent(task)
     fd = event.fileno()
@@ -202,7 +203,7 @@ def test_an_event_that_is_dropped_warns_and_lets_go(begin: Begin) -> None:
         task.wait(30_000)
 
 
-def test_it_keeps_its_tasks_until_it_is_closed(begin: Begin) -> None:
+def test_an_event_keeps_its_tasks_until_it_is_closed(begin: Begin) -> None:
     task = begin()
     held = ref(task)
     with LayerEvent(task) as event:
@@ -214,7 +215,7 @@ def test_it_keeps_its_tasks_until_it_is_closed(begin: Begin) -> None:
     wait_until(lambda: held() is None)  # once the completion thread has settled the task
 
 
-def test_a_forked_child_has_no_part_in_it(begin: Begin) -> None:
+def test_events_are_refused_in_a_forked_child(begin: Begin) -> None:
     task = begin()
     with LayerEvent(task) as event:
         if (pid := os.fork()) == 0:
@@ -231,7 +232,7 @@ def test_a_forked_child_has_no_part_in_it(begin: Begin) -> None:
         task.wait(30_000)
 
 
-def test_events_come_and_go_and_leave_nothing(begin: Begin) -> None:
+def test_short_lived_events_leave_nothing_behind(begin: Begin) -> None:
     def rounds(count: int) -> int:
         for _ in range(count):
             task = begin()
@@ -245,14 +246,35 @@ def test_events_come_and_go_and_leave_nothing(begin: Begin) -> None:
     assert rounds(200) <= before + 2
 
 
-def test_a_lack_of_descriptors_is_a_refusal(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_event_is_not_watched_although_a_child_has_its_descriptor(begin: Begin) -> None:
+    """Its writes would wake the thread again and again, because no event reads them."""
+    task = begin()
+    with LayerEvent(task) as event:
+        fd = event.fileno()
+        assert fd in watched()
+        of_child = os.dup(fd)
+        event.signal(NUM_LAYERS)
+        task.wait(30_000)
+    try:
+        assert fd not in watched()
+    finally:
+        os.close(of_child)
+
+
+def watched() -> set[int]:
+    """Return the descriptors that the thread of completions waits for."""
+    info = Path(f"/proc/self/fdinfo/{completion_thread()._epoll.fileno()}").read_text()
+    return {int(line.split()[1]) for line in info.splitlines() if line.startswith("tfd:")}
+
+
+def test_a_lack_of_descriptors_is_reported(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     task = begin()
 
-    def none_left(*_: int) -> int:
+    def refuse_descriptor(*_: int) -> int:
         raise OSError(24, "Too many open files")
 
     with LayerEvent(task) as event:
-        monkeypatch.setattr(os, "eventfd", none_left)
+        monkeypatch.setattr(os, "eventfd", refuse_descriptor)
         with refused(LLMStatusCode.LLM_OUT_OF_MEMORY) as error:
             LayerEvent(task)
         assert "Too many open files" in str(error.value)

@@ -109,7 +109,7 @@ def test_a_slot_goes_into_blocks(user: LlmDataDist, peer: Peer, slots: Cache) ->
         assert not arrived[tensor][[3, 4, 6, 7]].any()
 
 
-def test_layers_that_do_not_begin_at_0(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
+def test_pushes_may_begin_at_a_later_layer(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
     arrays = fill(user, slots)
     ext_param = KvCacheExtParam((10, 14), (20, 24))
     target = CacheIndex(1, SLOTS_THERE)
@@ -140,8 +140,8 @@ def test_layers_are_ready_in_any_order_and_from_any_thread(
         order = [*task.layers] * 2  # twice is as good as once
         random.Random(seed).shuffle(order)
         with ThreadPoolExecutor(4) as threads:
-            for said in [threads.submit(task.ready, layer) for layer in order]:
-                said.result()
+            for future in [threads.submit(task.ready, layer) for layer in order]:
+                future.result()
         task.wait()
         assert task.progress().done == tuple(task.layers)
     arrived = there(peer, "cache")
@@ -168,7 +168,7 @@ def test_many_tasks_at_once_end_in_any_order(user: LlmDataDist, peer: Peer, slot
     first.wait()
 
 
-def test_a_plan_is_that_of_the_whole_push(user: LlmDataDist, slots: Cache, blocks: Cache) -> None:
+def test_the_plan_describes_the_whole_push(user: LlmDataDist, slots: Cache, blocks: Cache) -> None:
     index, paged = CacheIndex(1, SLOTS_THERE, 1), CacheIndex(1, BLOCKS_THERE)
     assert user.plan(Transfer(Rows(slots), Rows(index)), by_layer=True) == user.plan(
         Transfer(Rows(slots), Rows(index))
@@ -182,7 +182,7 @@ def test_a_plan_is_that_of_the_whole_push(user: LlmDataDist, slots: Cache, block
     task.cancel()
 
 
-def test_addresses_will_do_for_a_local_cache(
+def test_a_local_cache_may_be_given_by_addresses(
     user: LlmDataDist, peer: Peer, machine: Machine
 ) -> None:
     arrays = [machine.zeros(SLOTS.shape, np.int32) for _ in range(SLOTS.num_tensors)]

@@ -25,8 +25,8 @@ OFFER = """
 desc = CacheDesc(2, (4, 16, 2, 8), DataType.DT_INT32, kv_tensor_format="block token head dim")
 cache = datadist.allocate_blocks_cache(desc)
 arrays = datadist.arrays(cache)
-for it in arrays:
-    it[:] = 7
+for array in arrays:
+    array[:] = 7
 lease = datadist.lease_blocks(cache, [2, 0], tag="cmpl-3", tokens=tokens)
 result = lease.to_bytes()
 """
@@ -128,7 +128,7 @@ def test_a_push_fills_the_tokens_of_the_request(user: LlmDataDist, peer: Peer, h
     for array in user.arrays(cache):
         array[:] = 5
     PUSHES[how](user, lease, cache, {})
-    there = np.array(peer.run("result = [it[:, :, 0, 0].tolist() for it in arrays]"))
+    there = np.array(peer.run("result = [array[:, :, 0, 0].tolist() for array in arrays]"))
     assert (there[:, 2] == 5).all()
     assert (there[:, 0] == [5] * 4 + [7] * 12).all()
     assert (there[:, [1, 3]] == 7).all()
@@ -137,13 +137,13 @@ def test_a_push_fills_the_tokens_of_the_request(user: LlmDataDist, peer: Peer, h
             PUSHES[how](user, lease, cache, wrong)
 
 
-def test_blocks_that_are_named_are_moved_whole(user: LlmDataDist, peer: Peer) -> None:
+def test_named_blocks_are_moved_whole(user: LlmDataDist, peer: Peer) -> None:
     lease, cache = leased(peer), user.allocate_blocks_cache(DESC)
     user.pull_blocks(lease, cache, [0], [1])
     assert moved(user.arrays(cache), 0, 1, 2, 3) == [0, 16, 0, 0]
 
 
-def test_of_too_few_blocks_the_side_that_has_them_is_named(user: LlmDataDist, peer: Peer) -> None:
+def test_the_error_names_the_side_with_too_few_blocks(user: LlmDataDist, peer: Peer) -> None:
     lease, cache = leased(peer), user.allocate_blocks_cache(DESC)
     few = r"num_tokens=20 is out of range \[1, 16\], the room in the"
     with refused("LLM_PARAM_INVALID", f"{few} dst rows"):
@@ -173,7 +173,7 @@ def test_tokens_need_a_layout(user: LlmDataDist) -> None:
         user.lease_blocks(cache, [2, 0], tokens=3)
 
 
-def test_they_go_with_the_lease(user: LlmDataDist) -> None:
+def test_a_serialized_lease_has_its_tokens(user: LlmDataDist) -> None:
     cache = user.allocate_blocks_cache(DESC)
     lease = user.lease_blocks(cache, [2, 0], tokens=17)
     assert BlockLease.from_bytes(lease.to_bytes()) == lease

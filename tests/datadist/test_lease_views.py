@@ -106,7 +106,7 @@ result = datadist.lease_blocks(cache, [2]).to_bytes()
         "datadist.renew(lease, 0.001)",
     ],
 )
-def test_an_end_of_the_lease_is_never_missed(user: LlmDataDist, peer: Peer, end: str) -> None:
+def test_the_end_of_a_lease_is_always_detected(user: LlmDataDist, peer: Peer, end: str) -> None:
     lease = offer(peer, lease="{BLOCKS}, ttl_ms=60_000")
     with refused("LLM_KV_CACHE_NOT_EXIST", "lease|deregistered"), user.arrays(lease) as view:
         view.check()
@@ -120,7 +120,7 @@ def test_an_end_of_the_lease_is_never_missed(user: LlmDataDist, peer: Peer, end:
         user.arrays(lease)
 
 
-def test_an_error_of_the_reader_stays_the_error(user: LlmDataDist, peer: Peer) -> None:
+def test_an_error_of_the_reader_takes_precedence(user: LlmDataDist, peer: Peer) -> None:
     lease = offer(peer)
     view = user.arrays(lease)
     peer.run("datadist.release(lease); result = None")
@@ -136,7 +136,7 @@ def test_a_closed_view_makes_no_arrays(user: LlmDataDist, peer: Peer) -> None:
     view.close()
 
 
-def test_the_death_of_the_owner_is_never_missed(user: LlmDataDist, peer: Peer) -> None:
+def test_the_death_of_the_owner_is_always_detected(user: LlmDataDist, peer: Peer) -> None:
     lease = offer(peer)
     with refused("LLM_LINK_FAILED", "process"), user.arrays(lease) as view:
         block = view[0][0]
@@ -144,7 +144,7 @@ def test_the_death_of_the_owner_is_never_missed(user: LlmDataDist, peer: Peer) -
     assert int(block[0, 0]) == BLOCKS[0], "its memory stays mapped"
 
 
-def test_an_end_of_the_link_is_never_missed(user: LlmDataDist, peer: Peer) -> None:
+def test_the_end_of_a_link_is_always_detected(user: LlmDataDist, peer: Peer) -> None:
     lease = offer(peer)
     with refused("LLM_NOT_YET_LINK"), user.arrays(lease):
         user.unlink_clusters([ClusterInfo(1, peer.address)])
@@ -152,7 +152,7 @@ def test_an_end_of_the_link_is_never_missed(user: LlmDataDist, peer: Peer) -> No
         user.arrays(lease)
 
 
-def test_only_arrays_hold_the_memory(user: LlmDataDist, peer: Peer) -> None:
+def test_only_arrays_keep_the_memory_mapped(user: LlmDataDist, peer: Peer) -> None:
     lease = offer(peer)
     view = user.arrays(lease)
     block = view[0][0]

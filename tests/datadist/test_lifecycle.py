@@ -68,7 +68,7 @@ CALLS: dict[str, Callable[[LlmDataDist], object]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_are_taken_between_initialize_and_finalize_only(name: str) -> None:
+def test_calls_are_accepted_only_between_initialize_and_finalize(name: str) -> None:
     datadist = LlmDataDist(2, LlmRole.MIX)
     with refused(LLMStatusCode.LLM_FAILED):
         CALLS[name](datadist)
@@ -130,7 +130,7 @@ def test_leaving_the_with_block_finalizes() -> None:
     assert "not initialized" in repr(datadist)
 
 
-def test_nothing_is_left_behind(machine: Machine) -> None:
+def test_a_finalized_engine_leaves_nothing_behind(machine: Machine) -> None:
     def live() -> None:
         first, second = (machine.engine(number, LlmRole.MIX) for number in (1, 2))
         with first as owner, second as user:
@@ -150,7 +150,7 @@ def test_nothing_is_left_behind(machine: Machine) -> None:
     before.check_nothing_new()
 
 
-def test_an_initialize_that_fails_leaves_nothing_behind() -> None:
+def test_a_failed_initialize_leaves_nothing_behind() -> None:
     LlmDataDist(2, LlmRole.MIX).initialize()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -203,7 +203,7 @@ def test_a_role_in_the_place_of_the_cluster_id_names_the_order(role: int) -> Non
         LlmDataDist(LlmRole.PROMPT, role)  # type: ignore[arg-type]
 
 
-def test_there_is_no_device_before_initialize_and_no_method_twice() -> None:
+def test_an_engine_has_no_device_before_initialize_and_no_duplicate_methods() -> None:
     assert LlmDataDist(2, LlmRole.MIX).device is None
     names = [
         name for item in LlmDataDist.__mro__[:-1] for name in vars(item) if not name.startswith("_")
@@ -218,10 +218,8 @@ def join_released() -> None:
 
 
 @pytest.mark.parametrize("way", ["pull", "push", "pull of ranges", "push of ranges"])
-def test_transfers_that_the_program_has_closed_move_no_byte(
-    make_engine: MakeEngine, way: str
-) -> None:
-    """Nor for a request that the calling thread copies itself, since it has been made before."""
+def test_closed_transfers_move_no_byte(make_engine: MakeEngine, way: str) -> None:
+    """A request that the calling thread copies inline moves no byte, either."""
     with Transfers(1) as transfers:
         owner, user = make_engine(1, listen=True), make_engine(2, transfers=transfers)
         link(user, owner)
@@ -261,7 +259,7 @@ def test_an_engine_that_is_dropped_is_released(machine: Machine) -> None:
         socket.create_connection((host, int(port)))
 
 
-def test_a_forked_child_is_refused_and_does_its_parent_no_harm(
+def test_a_forked_child_is_refused_and_does_not_affect_its_parent(
     pair: tuple[LlmDataDist, LlmDataDist],
 ) -> None:
     owner, user = pair
@@ -270,14 +268,14 @@ def test_a_forked_child_is_refused_and_does_its_parent_no_harm(
     read, write = os.pipe()
     child = os.fork()
     if not child:
-        said = []
+        outcomes = []
         try:
             for call in (*CALLS.values(), LlmDataDist.initialize):
                 try:
                     call(user)
-                    said.append("taken")
+                    outcomes.append("taken")
                 except LLMException as error:
-                    said.append(error.status_code.name)
+                    outcomes.append(error.status_code.name)
             user.finalize()
             own = LlmDataDist(2, LlmRole.MIX)
             own.initialize()
@@ -286,9 +284,9 @@ def test_a_forked_child_is_refused_and_does_its_parent_no_harm(
             del user, owner, pair
             gc.collect()
         except BaseException as error:
-            said.append(repr(error))
+            outcomes.append(repr(error))
         finally:
-            os.write(write, " ".join(sorted(set(said))).encode())
+            os.write(write, " ".join(sorted(set(outcomes))).encode())
             os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as answer:
@@ -309,7 +307,7 @@ def test_a_process_ends_quietly_without_finalize(machine: Machine, last: str) ->
     code = f"""
 from kvplan import *
 from tests.datadist.machine import machine_of
-owner, user = (machine_of({machine.name!r}, it).engine(it, LlmRole.MIX) for it in (1, 2))
+owner, user = (machine_of({machine.name!r}, i).engine(i, LlmRole.MIX) for i in (1, 2))
 owner.initialize({{"ListenIpInfo": "127.0.0.1:0"}})
 user.initialize()
 user.link_clusters([ClusterInfo(1, owner.listen_address)]).raise_for_status()

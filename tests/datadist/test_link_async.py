@@ -17,17 +17,17 @@ TIMEOUT_MS = 1000 * DEADLINE_S
 
 
 @pytest.mark.over_tcp
-def test_it_links_and_reports_failures(engine: LlmDataDist, peer: Peer) -> None:
+def test_link_async_links_and_reports_failures(engine: LlmDataDist, peer: Peer) -> None:
     clusters = [ClusterInfo(1, peer.address), ClusterInfo(9, "127.0.0.1:1")]
     linked, failed = asyncio.run(engine.link_clusters_async(clusters, TIMEOUT_MS))
     assert linked.error is None
     assert failed.status is LLMStatusCode.LLM_LINK_FAILED
     engine.notify(1, b"linked")
-    assert peer.run("result = [it.data for it in datadist.notifications()]") == [b"linked"]
+    assert peer.run("result = [note.data for note in datadist.notifications()]") == [b"linked"]
     assert "link_clusters" in engine.metrics()["operations"]
 
 
-def test_the_ways_of_asyncio_to_run_it(
+def test_link_async_runs_in_tasks_and_groups(
     make_engine: MakeEngine, make_peer: MakePeer, engine: LlmDataDist
 ) -> None:
     third = make_engine(3)
@@ -48,7 +48,7 @@ def test_the_ways_of_asyncio_to_run_it(
     assert [value.cluster_id for value in (*engine.links(), *third.links())] == [1, 1]
 
 
-def test_the_loop_goes_on_and_a_cancelled_call_leaves_nothing(
+def test_the_loop_keeps_running_and_a_cancelled_call_leaves_nothing(
     engine: LlmDataDist, peer: Peer
 ) -> None:
     there = [ClusterInfo(1, peer.address)]

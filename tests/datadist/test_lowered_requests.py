@@ -219,20 +219,20 @@ def test_an_engine_executes_and_refuses_what_the_planner_does(
             transfer = made(engines, request, held)
         except (LLMException, ValueError):  # a tensor cannot have a part of a byte
             return
-        law = attempt(lambda: user.plan(transfer, by_layer=request.by_layer))
+        reference_plan = attempt(lambda: user.plan(transfer, by_layer=request.by_layer))
         for _ in range(3):
             Recorded.executed.clear()
-            said = attempt(lambda: run(user, transfer, request.by_layer))
-            if isinstance(law, str):
-                assert said == law
+            outcome = attempt(lambda: run(user, transfer, request.by_layer))
+            if isinstance(reference_plan, str):
+                assert outcome == reference_plan
                 assert not Recorded.executed
                 continue
-            assert said is None
-            assert_executed(law)
+            assert outcome is None
+            assert_executed(reference_plan)
 
 
-def assert_executed(law: Plan) -> None:
-    wanted = {part.label: part for part in law.parts}
+def assert_executed(reference_plan: Plan) -> None:
+    wanted = {part.label: part for part in reference_plan.parts}
     for plan, src, dst, descriptors in Recorded.executed:
         planned = Plan([wanted.pop(part.label) for part in plan.parts])
         if descriptors is None:  # no bytes, or tokens of shards, which are planned

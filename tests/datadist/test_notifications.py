@@ -18,7 +18,7 @@ import pytest
 from kvplan import ClusterInfo, LlmDataDist, LLMException, Notification
 from kvplan.control.notifying import WINDOW
 from kvplan.engine.notifications import MAX_UNREAD_OF_ONE
-from tests.datadist.conftest import MakePeer
+from tests.datadist.conftest import MakeEngine, MakePeer
 from tests.datadist.peer import Peer
 from tests.support.held import Held
 from tests.support.refusals import refused
@@ -31,7 +31,7 @@ def read(count):
     while len(found) < count:
         assert datadist.notifications().wait(20_000)
         found += datadist.notifications()
-    return [tuple(it) for it in found]
+    return [tuple(note) for note in found]
 """
 
 
@@ -47,12 +47,12 @@ def test_a_notification_arrives_as_it_was_sent(user: LlmDataDist, peer: Peer) ->
         assert peer.run("result = read(1)") == [(2, data)]
 
 
-def test_it_has_arrived_when_the_sender_returns(user: LlmDataDist, peer: Peer) -> None:
+def test_a_notification_has_arrived_when_the_sender_returns(user: LlmDataDist, peer: Peer) -> None:
     user.notify(1, b"there")
-    assert peer.run("result = [tuple(it) for it in datadist.notifications()]") == [(2, b"there")]
+    assert peer.run("result = [tuple(got) for got in datadist.notifications()]") == [(2, b"there")]
 
 
-def test_the_accepting_end_notifies_as_well(user: LlmDataDist, peer: Peer) -> None:
+def test_the_accepting_end_sends_notifications(user: LlmDataDist, peer: Peer) -> None:
     arrived = user.notifications()
     assert not is_readable(arrived.fileno())
     peer.run("for data in (b'first', b'second'): datadist.notify(2, data)")
@@ -150,7 +150,7 @@ class CountingSelector(selectors.DefaultSelector):
         return super().select(timeout)
 
 
-def test_a_loop_rests_while_its_reader_is_busy_with_one_of_several(
+def test_a_loop_sleeps_while_its_reader_handles_one_of_several(
     user: LlmDataDist, peer: Peer
 ) -> None:
     peer.run("for i in range(2): datadist.notify(2, b'%d' % i)")
@@ -243,8 +243,11 @@ def test_notifications_are_refused_when_the_queue_is_full(user: LlmDataDist, pee
 
 @pytest.mark.over_tcp
 def test_a_coroutine_notifies_in_order_while_its_loop_goes_on(
-    user: LlmDataDist, peer: Peer
+    make_engine: MakeEngine, peer: Peer
 ) -> None:
+    # Another process that asks for the status would start a thread.
+    user = make_engine(2, **{"kvplan.status_socket": "0"})
+    user.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
     peer.run(READ)
     peer.stop()
     count, threads = 400, set(threading.enumerate())  # more than fit into a peer's socket
@@ -384,11 +387,11 @@ def test_a_stopped_peer_gets_timed_out_notifications_once_and_in_order(
         user.notify(1, b"late", timeout_ms=50)
     peer.resume()
     user.notify(1, b"after")
-    found = peer.run("result = [it.data for it in datadist.notifications()]")
+    found = peer.run("result = [note.data for note in datadist.notifications()]")
     assert found == [b"late", b"after"]
 
 
-def test_a_forked_child_has_no_part_in_it(user: LlmDataDist, peer: Peer) -> None:
+def test_notifications_are_refused_in_a_forked_child(user: LlmDataDist, peer: Peer) -> None:
     arrived = user.notifications()
     peer.run("datadist.notify(2, b'for the parent')")
     child = os.fork()
@@ -405,7 +408,7 @@ def test_a_forked_child_has_no_part_in_it(user: LlmDataDist, peer: Peer) -> None
     assert list(arrived) == [(1, b"for the parent")]
 
 
-def test_its_descriptor_goes_with_the_object(make_engine: Callable[..., LlmDataDist]) -> None:
+def test_the_descriptor_is_closed_with_its_object(make_engine: Callable[..., LlmDataDist]) -> None:
     engine = make_engine(2)
     arrived = engine.notifications()
     fd = arrived.fileno()

@@ -39,7 +39,7 @@ LAYERED = CacheDesc(6, (4, 64), DataType.DT_INT8, shard=Shard(num_layers=3))
 Pair = tuple[LlmDataDist, LlmDataDist]
 
 
-def test_links_tell_how_many_caches_a_peer_has_without_asking_it(pair: Pair) -> None:
+def test_links_have_the_number_of_caches_of_a_peer(pair: Pair) -> None:
     owner, user = pair
 
     def wait_for(count: int) -> None:
@@ -81,7 +81,7 @@ def test_calls_are_counted_by_operation_and_status(pulled: tuple[LlmDataDist, Ca
     assert metrics["links"] == {"LINKED": 1}
 
 
-def test_the_caches_that_a_peer_offers_are_those_that_it_has_now(pair: Pair) -> None:
+def test_peer_caches_are_the_present_ones(pair: Pair) -> None:
     owner, user = pair
     assert user.caches(1) == []
     slots = owner.allocate_cache(DESC)
@@ -125,7 +125,7 @@ def test_cluster_0_is_a_peer_like_any_other(make_engine: MakeEngine) -> None:
         user.caches(0)
 
 
-def test_counters_go_on_after_finalize(pulled: tuple[LlmDataDist, Cache]) -> None:
+def test_counters_keep_their_values_after_finalize(pulled: tuple[LlmDataDist, Cache]) -> None:
     user, _ = pulled
     user.finalize()
     assert user.metrics()["operations"]["pull_cache"]["seconds"]["count"] == 2
@@ -203,7 +203,7 @@ def test_each_operation_logs_one_line(pair: Pair, caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("verbose", [True, False])
-def test_a_handler_that_raises_spoils_no_operation(
+def test_a_raising_log_handler_disturbs_no_operation(
     pair: Pair, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verbose: bool
 ) -> None:
     """A handler that raises does not disturb threads that settle tasks or pass signals on."""
@@ -239,7 +239,9 @@ def test_a_handler_that_raises_spoils_no_operation(
     assert ("this handler is broken" in capfd.readouterr().err) is verbose
 
 
-def test_a_failed_operation_logs_why(engine: LlmDataDist, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_operation_logs_its_reason(
+    engine: LlmDataDist, caplog: pytest.LogCaptureFixture
+) -> None:
     cache = engine.allocate_cache(DESC)
     with caplog.at_level(logging.WARNING, "kvplan"), pytest.raises(LLMException):
         engine.copy_cache(cache, cache, 0, 4)
@@ -340,7 +342,7 @@ def test_a_hook_that_raises_stops_the_operation(engine: LlmDataDist) -> None:
         LLMException("a", status_code=[]),  # type: ignore[arg-type]
     ],
 )
-def test_an_exception_of_a_programs_own_is_logged_and_counted(
+def test_an_exception_of_the_program_is_logged_and_counted(
     engine: LlmDataDist, error: LLMException
 ) -> None:
     cache = engine.allocate_cache(DESC)
@@ -371,7 +373,7 @@ def test_a_hook_that_raises_stops_a_push_by_layers(pair: Pair) -> None:
     assert user.metrics()["operations"]["push_layers"]["statuses"] == {"LLM_FAILED": 1}
 
 
-def test_a_hook_is_callable(engine: LlmDataDist) -> None:
+def test_a_hook_must_be_callable(engine: LlmDataDist) -> None:
     with pytest.raises(TypeError, match="hook"):
         engine.on_plan(1)  # type: ignore[arg-type]
 

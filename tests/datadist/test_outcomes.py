@@ -47,7 +47,7 @@ def held(backend: Backend) -> Backend:
     return delay(backend, FOR_EVER_MS)
 
 
-def slowed(backend: Backend) -> Backend:
+def slow(backend: Backend) -> Backend:
     return delay(backend, 100)
 
 
@@ -98,8 +98,8 @@ def test_a_request_is_claimed_until_the_outcome(linked: Linked) -> None:
         second.pull_cache(KEY, other)
 
 
-@pytest.mark.parametrize("wrap", [None, slowed], ids=["at once", "later"])
-def test_a_transfer_whose_handle_is_dropped_ends_all_the_same(
+@pytest.mark.parametrize("wrap", [None, slow], ids=["at once", "later"])
+def test_a_transfer_without_a_handle_still_ends(
     linked: Linked, wrap: Callable[[Backend], Backend] | None
 ) -> None:
     user, mine = linked(wrap)
@@ -120,7 +120,7 @@ def test_a_transfer_in_flight_keeps_its_link_until_it_ends(linked: Linked) -> No
     user.unlink_clusters([1], timeout_ms=10_000).raise_for_status()
 
 
-def test_a_failed_pull_leaves_the_key(linked: Linked) -> None:
+def test_a_failed_pull_keeps_the_key(linked: Linked) -> None:
     user, mine = linked(broken)
     second, other = linked(cluster_id=3)
     with pytest.raises(LLMException) as caught:
@@ -158,7 +158,7 @@ def test_a_pull_takes_no_longer_than_its_deadline(linked: Linked) -> None:
 
 
 def test_the_deadline_of_remote_operations_is_an_option(linked: Linked) -> None:
-    user, mine = linked(slowed, SyncKvCacheWaitTime="10")
+    user, mine = linked(slow, SyncKvCacheWaitTime="10")
     index = CacheIndex(1, 1)
     with refused(LLMStatusCode.LLM_TIMEOUT):
         user.pull_cache(index, mine)
@@ -169,7 +169,7 @@ def test_the_deadline_of_remote_operations_is_an_option(linked: Linked) -> None:
 
 
 @pytest.mark.parametrize("timeout_ms", [-1, float("nan"), "soon"])
-def test_a_deadline_is_a_number_of_ms(linked: Linked, timeout_ms: float) -> None:
+def test_invalid_deadlines_are_refused(linked: Linked, timeout_ms: float) -> None:
     user, mine = linked()
     with pytest.raises((ValueError, TypeError)):
         user.pull_cache(CacheIndex(1, 1), mine, timeout_ms=timeout_ms)
@@ -177,7 +177,7 @@ def test_a_deadline_is_a_number_of_ms(linked: Linked, timeout_ms: float) -> None
 
 
 def test_finalize_waits_for_transfers_in_flight(linked: Linked) -> None:
-    user, mine = linked(slowed)
+    user, mine = linked(slow)
     array = user.arrays(mine)[1]
     task = user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(mine)))
     user.finalize()
@@ -244,8 +244,8 @@ def test_an_interrupted_finalize_stops_the_awaited_transfers(linked: Linked, ala
         assert isinstance(call.exception(10), LLMException), "it went on"
 
 
-def test_a_cache_that_is_freed_under_a_transfer_stays_until_its_end(linked: Linked) -> None:
-    user, mine = linked(slowed)
+def test_a_cache_that_is_freed_during_a_transfer_stays_until_its_end(linked: Linked) -> None:
+    user, mine = linked(slow)
     other = user.allocate_cache(DESC)
     user.pull_cache(CacheIndex(1, 1), other)
     array = user.arrays(mine)[0]
@@ -286,7 +286,7 @@ def test_many_threads_transfer_at_once(linked: Linked, owner: LlmDataDist) -> No
         assert all((array == 5).all() for array in user.arrays(mine))
 
 
-def test_finalize_amid_transfers_ends_them_all(linked: Linked) -> None:
+def test_finalize_ends_all_running_transfers(linked: Linked) -> None:
     user, mine = linked()
     begun = threading.Barrier(5)
     seen: list[LLMStatusCode] = []
@@ -328,7 +328,7 @@ def test_verification_has_the_rest_of_the_time_limit(
 ) -> None:
     on_host_only(machine, "what a device has moved is not compared")
     _Watched.limits.clear()
-    with closing(_Watched(1, slowed)) as transfers:
+    with closing(_Watched(1, slow)) as transfers:
         user = make_engine(2, transfers=transfers)
         mine = user.allocate_cache(DESC)
         link(user, owner)

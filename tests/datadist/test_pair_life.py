@@ -35,6 +35,7 @@ from kvplan.engine.transfers import TransferOperations
 from kvplan.execution.transfers import SMALL_NBYTES
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.values import LinkState
+from kvplan.recording import read
 from tests.datadist.layers import wait_until
 from tests.datadist.machine import Machine, on_host_only, where_memory_is_mapped
 from tests.datadist.peer import Peer
@@ -113,10 +114,13 @@ def test_memory_that_the_peer_has_freed_is_not_pulled(
 @pytest.mark.over_tcp
 @pytest.mark.parametrize("place", [None, 0, 1, 2], ids=["alone", "first", "second", "last"])
 @pytest.mark.usefixtures("theirs")
-def test_a_key_that_names_another_cache_by_now_is_looked_up_again(
+def test_a_key_that_names_another_cache_is_looked_up_again(
     machine: Machine, peer: Peer, user: LlmDataDist, mine: Cache, place: int | None
 ) -> None:
-    """Also in a request of several pairs. The peer cannot publish the other cache meanwhile."""
+    """The key is looked up again in a request of several pairs, too.
+
+    The peer cannot publish the other cache meanwhile.
+    """
     on_host_only(machine, "over HCCL the peer is asked in any case")
     sources: list[Any] = []
     if place is not None:
@@ -179,7 +183,7 @@ def test_a_request_is_known_unless_the_peer_must_be_asked_first(
         assert bool(link_to_peer.pairs) is is_known
 
 
-def test_a_link_that_ends_has_no_pairs_and_a_new_one_has(
+def test_pairs_end_with_their_link(
     peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
     transfer = Transfer(Rows(theirs, [0]), Rows(mine, [1]))
@@ -195,7 +199,7 @@ def test_a_link_that_ends_has_no_pairs_and_a_new_one_has(
     assert user.arrays(mine)[0][2, 0] == 9
 
 
-def test_caches_of_this_process_come_and_go(
+def test_pairs_end_with_caches_of_this_process(
     machine: Machine, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
     on_host_only(machine, "arrays are host memory")
@@ -214,7 +218,7 @@ def test_caches_of_this_process_come_and_go(
     assert (array == 3).all()
 
 
-def test_a_peer_that_was_killed_is_found_dead(
+def test_a_killed_peer_fails_the_next_transfer(
     peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
     assert pulled(user, theirs, mine) == 7
@@ -251,9 +255,25 @@ def test_observers_see_each_transfer(
     pulled(user, theirs, mine)
     remove()
     assert seen == [4 * 64]
+    other = user.allocate_blocks_cache(PAGED)  # of another id than the peer's
+    there, here = Rows(theirs, [6, 1]), Rows(other, [0, 5])
+    pull, push = Transfer(there, here), Transfer(here, there)
+    for transfer in (pull, push):
+        user.run(transfer)
     with user.record(tmp_path / "it.kvtrace"):
-        pulled(user, theirs, mine)
-    assert (tmp_path / "it.kvtrace").stat().st_size > 0
+        for number, transfer in enumerate((pull, push, pull)):
+            user.run(transfer, tag=f"request {number}")
+    found = read(tmp_path / "it.kvtrace").transfers
+    assert [(each.operation, each.tag) for each in found] == [
+        ("pull_blocks", "request 0"),
+        ("push_blocks", "request 1"),
+        ("pull_blocks", "request 2"),
+    ]
+    nbytes, success = 2 * 4 * 64, LLMStatusCode.LLM_SUCCESS
+    for each, transfer in zip(found, (pull, push, pull), strict=True):
+        assert (each.peer, each.cache_id, each.leases) == (1, other.cache_id, ())
+        assert (each.nbytes, each.status, each.error) == (nbytes, success, "")
+        assert each.plan == user.plan(transfer)
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="kvplan"):
         pulled(user, theirs, mine)
@@ -377,7 +397,7 @@ def mapped_arenas() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:kvplan")
 
 
-def test_threads_pull_while_links_and_caches_come_and_go(
+def test_threads_pull_while_links_and_caches_are_replaced(
     peer: Peer, user: LlmDataDist, theirs: CacheIndex
 ) -> None:
     """Each pull brings the peer's bytes, or raises; nothing hangs."""

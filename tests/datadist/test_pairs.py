@@ -170,7 +170,7 @@ EXTRAS: dict[str, list[Any]] = {
 
 @given(st.data())
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
-def test_a_transfer_does_and_refuses_what_an_operation_does(
+def test_a_known_pair_has_the_same_effects_and_errors_as_an_operation(
     ends: Ends, data: st.DataObject
 ) -> None:
     """Error messages, bytes and counters are the same."""

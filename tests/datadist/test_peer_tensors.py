@@ -108,16 +108,16 @@ def test_memory_that_was_registered_after_linking_is_found(
         """
     )
     push(user, slots, PeerTensors(1, target), src_batch_index=2)
-    arrived = np.array(peer.run("result = [it.tolist() for it in arrays]"))
+    arrived = np.array(peer.run("result = [array.tolist() for array in arrays]"))
     assert (arrived[:, 0] == np.array([array[2] for array in arrays])).all()
     assert not arrived[:, 1:].any()
 
 
 @pytest.mark.over_tcp
-def test_memory_that_is_another_caches_by_now_is_found(
+def test_memory_of_a_later_cache_at_the_same_addresses_is_found(
     user: LlmDataDist, peer: Peer, slots: Cache
 ) -> None:
-    """An earlier cache at the same addresses is no reason to refuse the present one."""
+    """The registration of an earlier cache at the same addresses does not cause a refusal."""
     fill(user, slots)
     code = """
         held = datadist.register_cache(slots, addresses(arrays))
@@ -133,7 +133,7 @@ def test_memory_that_is_another_caches_by_now_is_found(
             push(user, slots, target)
 
 
-def test_of_two_caches_of_one_memory_the_writable_one_is_written(
+def test_the_writable_one_of_two_caches_over_the_same_memory_is_used(
     user: LlmDataDist, peer: Peer, slots: Cache, machine: Machine
 ) -> None:
     on_host_only(machine, NEVER_READ_ONLY)
@@ -142,14 +142,14 @@ def test_of_two_caches_of_one_memory_the_writable_one_is_written(
         """
         arrays = [np.zeros((4, 64), np.int32) for _ in range(60)]
         writable = datadist.register_cache(slots, arrays)
-        for it in arrays:
-            it.flags.writeable = False
+        for array in arrays:
+            array.flags.writeable = False
         datadist.register_cache(slots, arrays)
         result = writable.tensor_addrs
         """
     )
     push(user, slots, PeerTensors(1, target))
-    arrived = np.array(peer.run("result = [it.tolist() for it in arrays]"))
+    arrived = np.array(peer.run("result = [array.tolist() for array in arrays]"))
     assert (arrived[:, 0] == np.array([array[0] for array in arrays])).all()
 
 
@@ -185,7 +185,7 @@ def test_addresses_in_no_cache_are_refused(user: LlmDataDist, peer: Peer, slots:
 def test_a_row_must_not_reach_into_the_next_tensor(
     user: LlmDataDist, peer: Peer, slots: Cache, blocks: Cache
 ) -> None:
-    """That holds even if the next tensor is of the same cache, adjacent, and in the same range."""
+    """The next tensor may be of the same cache, adjacent, and in the same range."""
     fill(user, slots)
     target = addresses(peer, "cache")
     assert target[1] == target[0] + SLOTS.tensor_nbytes
@@ -219,14 +219,14 @@ def test_read_only_memory_is_not_written(
     target = peer.run(
         """
         arrays = [np.zeros((4, 64), np.int32) for _ in range(60)]
-        for it in arrays:
-            it.flags.writeable = False
+        for array in arrays:
+            array.flags.writeable = False
         result = datadist.register_cache(slots, arrays).tensor_addrs
         """
     )
     with refused(INVALID):
         user.layered(Transfer(Rows(slots), Rows(PeerTensors(1, target))))
-    assert peer.run("result = int(sum(it.sum() for it in arrays))") == 0
+    assert peer.run("result = int(sum(array.sum() for array in arrays))") == 0
 
 
 def test_memory_that_peers_must_not_reach_is_not_found(
@@ -261,7 +261,7 @@ def test_other_clusters_and_numbers_are_refused(
     assert untouched(peer)
 
 
-def test_one_tensor_of_all_memory_takes_addresses_inside_of_it(
+def test_addresses_inside_of_one_large_tensor_are_found(
     user: LlmDataDist, peer: Peer, slots: Cache
 ) -> None:
     """The peer has registered all its layers as one range."""
@@ -300,7 +300,7 @@ def test_values_beyond_their_width_are_refused(arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(1, []), (1, [0]), (1, [1], 0), (1, [1], -4)], ids=repr)
-def test_values_that_make_no_sense_are_refused(arguments: Any) -> None:
+def test_invalid_values_are_refused(arguments: Any) -> None:
     with refused(INVALID):
         PeerTensors(*arguments)
 

@@ -28,8 +28,8 @@ DESC = CacheDesc(2, (4, 16), DataType.DT_INT32)
 OFFER = """
 cache = datadist.allocate_blocks_cache(CacheDesc(2, (4, 16), DataType.DT_INT32))
 arrays = datadist.arrays(cache)
-for it in arrays:
-    it[:] = value
+for array in arrays:
+    array[:] = value
 lease = datadist.lease_blocks(cache, [2, 0])
 result = datadist._engine.links.instance.hex(), cache.cache_id, lease.to_bytes()
 """
@@ -56,7 +56,7 @@ def here(make_engine: MakeEngine) -> tuple[LlmDataDist, Cache]:
     return engine, cache
 
 
-def test_transfers_go_on_with_the_peer(
+def test_transfers_continue_with_the_original_peer(
     here: tuple[LlmDataDist, Cache], make_peer: Callable[[], Peer]
 ) -> None:
     (engine, cache), peer, impostor = here, make_peer(), make_peer()
@@ -71,7 +71,7 @@ def test_transfers_go_on_with_the_peer(
     engine.pull_blocks(CacheIndex(1, cache_id), cache, [0], [0])
     assert {int(array[0, 0]) for array in engine.arrays(cache)} == {1}
     engine.push_blocks(cache, CacheIndex(1, cache_id), [1], [3])
-    first_values = "result = {int(it[3, 0]) for it in arrays}"
+    first_values = "result = {int(array[3, 0]) for array in arrays}"
     assert (peer.run(first_values), impostor.run(first_values)) == ({7}, {2})
     forged = BlockLease.from_bytes(its_lease)
     object.__setattr__(forged, "instance", bytes.fromhex(instance))
@@ -79,7 +79,7 @@ def test_transfers_go_on_with_the_peer(
         engine.pull_blocks(forged, cache, None, [2, 3])
 
 
-def test_a_lease_of_an_engine_that_has_ended_means_nothing_to_the_one_in_its_place(
+def test_a_successor_refuses_leases_of_an_ended_engine(
     here: tuple[LlmDataDist, Cache], make_peer: Callable[[], Peer]
 ) -> None:
     (engine, cache), peer, successor = here, make_peer(), make_peer()

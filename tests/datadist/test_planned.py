@@ -75,7 +75,7 @@ def assert_pulled(arrays: list[np.ndarray]) -> None:
     ("verb", "by"),
     [("run", "key"), ("submit", "index"), ("mapping", "lease"), ("layered", "lease")],
 )
-def test_a_golden_plan_is_what_moves(
+def test_a_golden_plan_is_executed(
     user: LlmDataDist,
     peer: Peer,
     mine: Cache,
@@ -90,7 +90,7 @@ def test_a_golden_plan_is_what_moves(
     remove = user.on_plan(seen.append)
     if verb == "run":
         user.run(planned, notify=b"arrived", timeout_ms=5000)
-        assert peer.run("result = [it.data for it in datadist.notifications()]") == [b"arrived"]
+        assert peer.run("result = [note.data for note in datadist.notifications()]") == [b"arrived"]
     elif verb == "submit":
         user.submit(planned, tag="request").wait()
     elif verb == "mapping":
@@ -125,9 +125,7 @@ def test_a_plan_is_pushed_and_copied(
 
 
 @pytest.mark.parametrize("src", [SLOTS, CacheKey(1, 73)], ids=["index", "key"])
-def test_a_plan_of_a_slot_moves_the_slot_that_is_named(
-    user: LlmDataDist, peer: Peer, src: Any
-) -> None:
+def test_a_plan_of_a_slot_moves_the_named_slot(user: LlmDataDist, peer: Peer, src: Any) -> None:
     mine = user.allocate_cache(DESC)
     plans = [
         kvplan.plan(Transfer(Rows(DESC, slot=number), Rows(DESC, slot=1)), local="dst")
@@ -165,10 +163,10 @@ def test_caches_that_are_not_as_planned_are_refused_with_the_difference(
 
 
 @pytest.mark.parametrize("side", ["src", "dst"])
-def test_a_lease_has_all_blocks_that_a_plan_moves(
+def test_a_plan_with_blocks_outside_of_the_lease_is_refused(
     user: LlmDataDist, peer: Peer, mine: Cache, lease: BlockLease, side: str
 ) -> None:
-    """It has blocks 6, 1 and 4; the plan moves a block that it has, and one that it lacks."""
+    """The lease has blocks 6, 1 and 4. The plans move a block that it has, and one it lacks."""
     tables, caches = ([1, 2], [0, 1]), (lease, mine)
     if side == "dst":
         tables, caches = tables[::-1], caches[::-1]

@@ -90,7 +90,7 @@ def test_a_cache_that_is_freed_is_unmapped(peer: Peer, engine: LlmDataDist) -> N
     assert mapped(engine) == []
 
 
-def test_off_maps_nothing_ahead(peer: Peer) -> None:
+def test_the_option_off_maps_no_memory_in_advance(peer: Peer) -> None:
     with LlmDataDist(2, LlmRole.DECODER) as engine:
         engine.initialize({"kvplan.populate": "off"})
         link(engine, peer)
@@ -102,7 +102,7 @@ def test_off_maps_nothing_ahead(peer: Peer) -> None:
         assert here is None or here < DESC.nbytes
 
 
-def test_it_ends_with_the_engine(peer: Peer) -> None:
+def test_the_populating_thread_ends_with_the_engine(peer: Peer) -> None:
     desc = CacheDesc(4, (1024, 32768), DataType.DT_UINT8)  # 128 MiB, which takes a while
     inode = peer.run(
         "large = datadist.allocate_blocks_cache(desc, BlocksCacheKey(1, 9));"
@@ -117,7 +117,7 @@ def test_it_ends_with_the_engine(peer: Peer) -> None:
     wait_until_done()
 
 
-def test_prefaulted_caches_are_huge_where_the_kernel_can(peer: Peer) -> None:
+def test_prefaulted_caches_have_huge_pages_if_the_kernel_supports_them(peer: Peer) -> None:
     with LlmDataDist(2, LlmRole.DECODER) as engine:
         engine.initialize({"kvplan.prefault": "1"})
         cache = engine.allocate_blocks_cache(DESC)
@@ -126,7 +126,7 @@ def test_prefaulted_caches_are_huge_where_the_kernel_can(peer: Peer) -> None:
         assert facts["ShmemPmdMapped"] in (0, DESC.nbytes)
 
 
-def test_filled_pages_become_huge_if_the_options_say_so() -> None:
+def test_filled_pages_become_huge_by_an_option() -> None:
     with LlmDataDist(2, LlmRole.DECODER) as engine:
         engine.initialize({"kvplan.pages": "collapse", "kvplan.numa_node": "0"})
         cache = engine.allocate_blocks_cache(DESC)

@@ -25,6 +25,7 @@ from kvplan.engine.ranges import _find, move_ranges_now
 from kvplan.engine.runner import PlanEvent
 from kvplan.execution.transfers import SMALL_NBYTES
 from kvplan.recording import read
+from kvplan.testing import observe_plans
 from tests.datadist.conftest import MakeEngine
 from tests.datadist.machine import Machine, on_host_only, where_memory_is_mapped
 from tests.datadist.peer import Peer
@@ -57,7 +58,7 @@ def tensor(number: int) -> np.ndarray:
 
 @pytest.mark.over_tcp
 @pytest.mark.over_hccl
-def test_between_tensors(user: LlmDataDist, there: tuple[int, ...], peer: Peer) -> None:
+def test_ranges_move_between_tensors(user: LlmDataDist, there: tuple[int, ...], peer: Peer) -> None:
     """The caches may be allocated ones, which peers map at other addresses."""
     cache = user.allocate_cache(DESC)
     here = cache.tensor_addrs
@@ -85,7 +86,9 @@ def test_between_tensors(user: LlmDataDist, there: tuple[int, ...], peer: Peer) 
 
 
 @pytest.mark.parametrize("direction", ["pull", "push"])
-def test_inside_of_one_engine(user: LlmDataDist, direction: Literal["pull", "push"]) -> None:
+def test_ranges_move_inside_of_one_engine(
+    user: LlmDataDist, direction: Literal["pull", "push"]
+) -> None:
     cache = user.allocate_cache(DESC)
     first, second, _ = cache.tensor_addrs
     arrays = [array.reshape(-1) for array in user.arrays(cache)]
@@ -113,7 +116,7 @@ def test_invalid_ranges_are_refused(user: LlmDataDist, there: tuple[int, ...]) -
         user.run(AddressRanges(2, [here], [here + 8], [9]))
     with refused("LLM_KV_CACHE_NOT_EXIST", "this engine has registered; the nearest is"):
         user.run(AddressRanges(1, [here - 1], [there[0]], [1]))
-    with refused("LLM_KV_CACHE_NOT_EXIST", "cluster 1 has registered; the nearest is"):
+    with refused("LLM_KV_CACHE_NOT_EXIST", "cluster 1 has registered as writable; the nearest is"):
         user.run(AddressRanges(1, [here], [there[0] - 1], [1], direction="push"))
     with refused("LLM_PARAM_INVALID", "overlap: both are written"):
         user.run(
@@ -146,13 +149,13 @@ class Derived(np.ndarray):
     ],
     ids=["pickled", "ulonglong", "derived", "one row", "array", "tuple"],
 )
-def test_columns_of_other_makers(column: Any) -> None:
+def test_columns_of_other_array_types_are_accepted(column: Any) -> None:
     made = AddressRanges(1, column, column, column)
     for found in (made.local, made.remote, made.nbytes):
         assert found.tolist() == [8, 9][: len(column)]
 
 
-def test_memory_that_must_not_be_written(user: LlmDataDist, peer: Peer, machine: Machine) -> None:
+def test_read_only_memory_is_not_written(user: LlmDataDist, peer: Peer, machine: Machine) -> None:
     """Memory that either end has registered read-only can be read, but not written."""
     on_host_only(machine, "a device address has no flag that says read-only")
     array = np.zeros(SIZE, np.uint8)
@@ -178,7 +181,9 @@ def test_memory_that_must_not_be_written(user: LlmDataDist, peer: Peer, machine:
     assert user.arrays(own)[0].reshape(-1)[:11].tolist() == [1] * 10 + [0]
 
 
-def test_small_ranges_that_are_moved_again(user: LlmDataDist, peer: Peer, machine: Machine) -> None:
+def test_repeated_small_ranges_are_copied_inline(
+    user: LlmDataDist, peer: Peer, machine: Machine
+) -> None:
     """Between memory of the programs, the calling thread copies, as the known pair tells it."""
     on_host_only(machine, "memory of a device has a stream")
     array = np.zeros(SIZE, np.uint8)
@@ -200,6 +205,22 @@ def test_small_ranges_that_are_moved_again(user: LlmDataDist, peer: Peer, machin
         assert array[:17].tolist() == [value] * 16 + [0]
     counted = user.metrics()["operations"]["pull_ranges"]
     assert (counted["statuses"], counted["nbytes"]) == ({"LLM_SUCCESS": 2}, 32)
+    (before,) = user.links()
+    with observe_plans() as plans:
+        user.run(ranges, notify=b"for a program that looks at plans")
+    assert plans == [user.plan(ranges)]
+    user.run(ranges, notify=b"at once")
+    peer.run(
+        """
+        received = datadist.notifications()
+        while len(received) < 2:
+            assert received.wait(30_000)
+        assert [one.data for one in received] == [b"for a program that looks at plans", b"at once"]
+        """
+    )
+    (after,) = user.links()
+    pulled = before.bytes_pulled, after.bytes_pulled
+    assert (pulled, after.bytes_pushed, after.operations) == ((32, 64), 0, before.operations + 2)
     scattered = [here + 8 * i for i in range(100)], [there + 10 * i for i in range(100)]
     user.run(AddressRanges(1, *scattered, [8] * 100))  # more than one system call takes
     assert array[:801].tolist() == [2] * 800 + [0]
@@ -214,6 +235,13 @@ def test_small_ranges_that_are_moved_again(user: LlmDataDist, peer: Peer, machin
     assert len(shown) == 1
 
     array[:] = 7
+    fixed = np.zeros(16, np.uint8)
+    small = CacheDesc(1, (1, 16), DataType.DT_UINT8, Placement.HOST)
+    fixed.flags.writeable = False
+    user.register_cache(small, [fixed])
+    with refused("LLM_PARAM_INVALID", "read-only"):
+        user.run(AddressRanges(1, [fixed.ctypes.data], [there], [8]))
+    assert not fixed.any()
     peer.run("datadist.unregister_cache(number)", number=theirs)
     with refused("LLM_KV_CACHE_NOT_EXIST"):
         user.run(ranges)
@@ -262,17 +290,20 @@ def test_memory_that_is_withdrawn_in_the_middle_is_not_written(
     assert {*found} == {0, 7}
 
 
-def test_they_are_recorded(user: LlmDataDist, there: tuple[int, ...], tmp_path: Path) -> None:
-    cache = user.allocate_cache(DESC)
-    ranges = AddressRanges(1, cache.tensor_addrs, there, [100] * 3)
+def test_ranges_are_recorded(user: LlmDataDist, there: tuple[int, ...], tmp_path: Path) -> None:
+    caches = [user.allocate_cache(DESC) for _ in range(3)]
+    asked = [AddressRanges(1, cache.tensor_addrs, there, [100] * 3) for cache in caches]
     with user.record(tmp_path / "it.kvrec"):
-        user.run(ranges, tag="a request")
-    (transfer,) = read(tmp_path / "it.kvrec").transfers
-    assert (transfer.operation, transfer.tag, transfer.nbytes) == ("pull_ranges", "a request", 300)
-    assert transfer.plan == user.plan(ranges)
+        for ranges in asked:
+            user.run(ranges, tag="a request")
+    found = read(tmp_path / "it.kvrec").transfers
+    for transfer, ranges, cache in zip(found, asked, caches, strict=True):
+        assert (transfer.operation, transfer.tag) == ("pull_ranges", "a request")
+        assert (transfer.nbytes, transfer.cache_id) == (300, cache.cache_id)
+        assert transfer.plan == user.plan(ranges)
 
 
-def test_they_are_verified_if_the_options_say_so(
+def test_ranges_are_verified_by_an_option(
     make_engine: MakeEngine, peer: Peer, there: tuple[int, ...], machine: Machine
 ) -> None:
     on_host_only(machine, "what a device has moved is not compared")
@@ -291,3 +322,51 @@ def test_they_are_verified_if_the_options_say_so(
 def test_an_impossible_range_is_named(local: int, remote: int, nbytes: int, side: str) -> None:
     with refused("LLM_PARAM_INVALID", f"{side} range 1 has address 0x"):
         AddressRanges(1, [1, local], [1, remote], [1, nbytes])
+
+
+def test_ranges_into_read_only_memory_of_a_peer_say_so(
+    user: LlmDataDist, peer: Peer, machine: Machine
+) -> None:
+    on_host_only(machine, "a device address has no flag that says read-only")
+    there = peer.run(
+        """
+        array = np.ones(1024, np.uint8)
+        array.flags.writeable = False
+        datadist.register_cache(desc, [array])
+        result = array.ctypes.data
+        """,
+        desc=CacheDesc(1, (1, SIZE), DataType.DT_UINT8, Placement.HOST),
+    )
+    own = user.allocate_cache(DESC)
+    why = "remote range 0.*is in no memory that cluster 1 has registered as writable: it has"
+    with refused("LLM_KV_CACHE_NOT_EXIST", why):
+        user.run(AddressRanges(1, own.tensor_addrs[:1], [there], [10], "push"))
+
+
+def test_small_ranges_move_inline_again_after_a_recording(
+    user: LlmDataDist, peer: Peer, machine: Machine, tmp_path: Path
+) -> None:
+    on_host_only(machine, "memory of a device has a stream")
+    there = peer.run(
+        """
+        array = np.full(1024, 7, np.uint8)
+        datadist.register_cache(desc, [array])
+        result = array.ctypes.data
+        """,
+        desc=CacheDesc(1, (1, SIZE), DataType.DT_UINT8, Placement.HOST),
+    )
+    ranges = AddressRanges(1, user.allocate_cache(DESC).tensor_addrs[:1], [there], [SIZE])
+    engine = user._running()
+    user.run(ranges)
+    assert move_ranges_now(engine, ranges, 0.0, {})
+    with user.record(tmp_path / "it.kvrec"):
+        assert not move_ranges_now(engine, ranges, 0.0, {})
+    assert move_ranges_now(engine, ranges, 0.0, {})
+
+
+def test_they_have_no_layers(user: LlmDataDist, there: tuple[int, ...]) -> None:
+    ranges = AddressRanges(1, user.allocate_cache(DESC).tensor_addrs, there, [1] * 3)
+    with pytest.raises(TypeError, match="AddressRanges have no layers"):
+        user.plan(ranges, by_layer=True)
+    with pytest.raises(TypeError, match="AddressRanges have no layers"):
+        user.layered(ranges)  # type: ignore[arg-type]

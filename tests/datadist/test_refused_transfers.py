@@ -77,7 +77,7 @@ def test_a_cache_of_another_engine_is_refused(
 
 
 @pytest.mark.parametrize("key", [CacheKey(1), CacheKey(1, 1, 0, 1)], ids=["neither", "both"])
-def test_the_argument_is_named_that_must_be_a_request_or_a_prefix(
+def test_the_error_names_the_argument_that_must_be_a_request_or_a_prefix(
     user: LlmDataDist, slots: Cache, key: CacheKey
 ) -> None:
     with refused(LLMStatusCode.LLM_PARAM_INVALID) as error:
@@ -220,7 +220,20 @@ def test_arguments_in_the_wrong_order_are_called_by_their_names(
         user.push_cache(CacheIndex(1, CACHE), slots)  # type: ignore[arg-type]
 
 
-def test_a_peers_cache_that_is_no_key_is_refused_with_what_names_one(
+def test_an_error_lists_all_values_that_name_a_cache(user: LlmDataDist, blocks: Cache) -> None:
+    names = "CacheKeyByIdAndIndex or BlocksCacheKey or BlockLease"
+    wrong: Any = b"lease"
+    with pytest.raises(TypeError, match=f"^src=b'lease' must be Cache or {names} or CacheKey, not"):
+        user.run(Transfer(Rows(wrong, [0]), Rows(blocks, [1])))
+    with pytest.raises(TypeError, match=f"^dst=b'lease' must be Cache or {names} or PeerTensors"):
+        user.run(Transfer(Rows(blocks, [0]), Rows(wrong, [1])))
+    with pytest.raises(
+        TypeError, match=r"^transfer\['a'\].dst=b'lease' must be Cache or CacheKeyBy"
+    ):
+        user.run({"a": Transfer(Rows(blocks, [0]), Rows(wrong, [1]))})
+
+
+def test_a_peers_cache_without_a_key_is_refused_with_the_remedy(
     user: LlmDataDist, blocks: Cache
 ) -> None:
     needed = "must be a key of a peer's cache, a BlockLease or PeerTensors, not"
@@ -289,3 +302,13 @@ def test_an_error_names_the_parameter_or_the_field_that_is_wrong(
     ):
         with pytest.raises((TypeError, LLMException), match=text):
             call()
+
+
+@pytest.mark.parametrize("verb", ["plan", "run", "submit", "layered"])
+def test_a_destination_must_be_rows(user: LlmDataDist, verb: str) -> None:
+    own = Rows(user.allocate_blocks_cache(BLOCKS), [0])
+    other: Any
+    for src in (own, Rows(CacheIndex(1, PAGED), [1])):
+        for other in (own.cache, CacheIndex(1, PAGED), [own], None):
+            with pytest.raises(TypeError, match="dst="):
+                getattr(user, verb)(Transfer(src, other))

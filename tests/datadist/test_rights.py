@@ -89,13 +89,13 @@ class Case(NamedTuple):
         lost: The rights that the first end, which links, and the second end lack.
         transport: The transports of the link.
         own: The transport to registered memory of the other end, at the first and the second.
-        said: A part of the reason that both ends report.
+        reason: A part of the reason that both ends report.
     """
 
     lost: tuple[str, str]
     transport: str
     own: tuple[str, str]
-    said: str
+    reason: str
 
 
 CASES = {
@@ -152,7 +152,7 @@ def check(first: End, second: End, case: Case) -> None:
         transport, passed_over, line = end.run(STATUS)
         assert transport == case.transport
         assert "hccl: cluster 1 does not have it: no Ascend device was found" in passed_over
-        assert case.said in passed_over
+        assert case.reason in passed_over
         assert f" transport={transport} " in line
         assert f"passed_over={passed_over!r}" in line
 
@@ -175,15 +175,15 @@ def test_an_end_without_the_capabilities_of_the_other(
         make_end(cluster_id, NO_CAPABILITIES if cluster_id == lacking else "")
         for cluster_id in (1, 2)
     ]
-    said = "the peer holds capabilities that this process lacks"
-    check(ends[0], ends[1], Case(("", ""), "tcp", ("tcp:", "tcp:"), said))
+    reason = "the peer holds capabilities that this process lacks"
+    check(ends[0], ends[1], Case(("", ""), "tcp", ("tcp:", "tcp:"), reason))
 
 
 @needs_users
 def test_an_end_in_another_user_namespace(make_end: Callable[..., End]) -> None:
     ends = make_end(1, prefix=USER_NAMESPACE), make_end(2, NO_CAPABILITIES)
-    said = "the peer is in another user namespace"
-    check(*ends, Case(("", ""), "tcp", ("tcp:", "tcp:"), said))
+    reason = "the peer is in another user namespace"
+    check(*ends, Case(("", ""), "tcp", ("tcp:", "tcp:"), reason))
 
 
 def test_local_alone_says_what_it_does_not_reach(make_end: Callable[..., End]) -> None:

@@ -77,7 +77,7 @@ def test_the_peer_sees_the_role(make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("end", [0, 1], ids=["server", "client"])
-def test_a_role_does_not_change_while_links_live(
+def test_a_role_does_not_change_while_links_exist(
     pair: tuple[LlmDataDist, LlmDataDist], end: int
 ) -> None:
     address = pair[end].listen_address
@@ -88,7 +88,7 @@ def test_a_role_does_not_change_while_links_live(
     pair[end].set_role(LlmRole.DECODER)
 
 
-def test_an_address_that_is_taken_is_refused(make_engine: MakeEngine) -> None:
+def test_an_address_in_use_is_refused(make_engine: MakeEngine) -> None:
     owner = make_engine(1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -116,14 +116,14 @@ def test_a_server_that_cannot_move_stays(make_engine: MakeEngine, same_port: boo
 def test_opening_an_engine_to_unauthenticated_clients_warns(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    anybody = {"ListenIpInfo": "0.0.0.0:0"}
+    all_addresses = {"ListenIpInfo": "0.0.0.0:0"}
     engines = LlmDataDist(1, LlmRole.PROMPT), make_engine(2)
     with engines[0]:
         with pytest.warns(RuntimeWarning, match="without a cluster key") as initialized:
-            engines[0].initialize(anybody)
+            engines[0].initialize(all_addresses)
         with pytest.warns(RuntimeWarning, match="without a cluster key") as set_role:
-            engines[1].set_role(LlmRole.PROMPT, anybody)
-        engines[1].set_role(LlmRole.DECODER, anybody)  # the engine listens there already
+            engines[1].set_role(LlmRole.PROMPT, all_addresses)
+        engines[1].set_role(LlmRole.DECODER, all_addresses)  # the engine listens there already
     assert [value.filename for value in (*initialized, *set_role)] == [__file__] * 2
     assert caplog.text.count("listen_open") == 2
 
@@ -148,12 +148,19 @@ def test_a_server_moves_to_another_address_with_its_port(
 
 
 @pytest.mark.filterwarnings("ignore:listening on 0.0.0.0")
-def test_no_peer_is_sent_to_all_addresses(make_engine: MakeEngine) -> None:
+def test_an_address_that_stands_for_all_is_refused(make_engine: MakeEngine) -> None:
     owner, user = make_engine(1), make_engine(2)
     owner.set_role(LlmRole.PROMPT, {"ListenIpInfo": "0.0.0.0:0"})
     assert owner.listen_address is not None
     with refused("LLM_PARAM_INVALID", r"remote=0.0.0.0:\d+ stands for all .* kvplan.advertise"):
         user.link_clusters([ClusterInfo(1, owner.listen_address)])
+
+
+def test_a_path_is_not_replaced_by_the_advertised_address(tmp_path: Path) -> None:
+    """The variable KVPLAN_ADVERTISE may name the host for all engines, so paths ignore it."""
+    with LlmDataDist(1, LlmRole.PROMPT) as owner:
+        owner.initialize({"ListenIpInfo": f"ipc://{tmp_path}/socket", "kvplan.advertise": "node-1"})
+        assert owner.listen_address == f"ipc://{tmp_path}/socket"
 
 
 @needs_mounts

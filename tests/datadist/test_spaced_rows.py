@@ -30,7 +30,7 @@ from tests.datadist.pages import pages_of, register
 pages = pages_of(7)
 caches = register(datadist, pages, 1)
 result = [
-    datadist.lease_blocks(it, blocks, tokens=tokens).to_bytes() for it in caches
+    datadist.lease_blocks(cache, blocks, tokens=tokens).to_bytes() for cache in caches
 ]
 """
 
@@ -45,7 +45,9 @@ def offered(machine: Machine, peer: Peer, user: LlmDataDist) -> list[BlockLease]
 
 
 @pytest.mark.over_tcp
-def test_groups_of_one_page(user: LlmDataDist, peer: Peer, offered: list[BlockLease]) -> None:
+def test_groups_that_share_pages_are_moved(
+    user: LlmDataDist, peer: Peer, offered: list[BlockLease]
+) -> None:
     """Their registrations overlap, so each is checked, whichever bytes move."""
     pages = pages_of(8)
     here = register(user, pages)
@@ -78,7 +80,7 @@ def test_groups_of_one_page(user: LlmDataDist, peer: Peer, offered: list[BlockLe
     np.testing.assert_array_equal(peer.run("result = pages"), back)
 
 
-def test_between_pages_and_tensors_of_their_own(
+def test_groups_move_between_pages_and_separate_tensors(
     user: LlmDataDist, offered: list[BlockLease]
 ) -> None:
     """The destination's blocks are adjacent, and have another number of tokens."""
@@ -92,7 +94,7 @@ def test_between_pages_and_tensors_of_their_own(
         np.testing.assert_array_equal(found, source[SRC, layer].reshape(12, 2, 8)[:NUM_TOKENS])
 
 
-def test_within_one_engine(engine: LlmDataDist) -> None:
+def test_spaced_rows_are_copied_within_one_engine(engine: LlmDataDist) -> None:
     pages = pages_of(8)
     (wide, narrow) = register(engine, pages)
     wanted = moved(pages.copy(), pages, SRC, DST, 12)
@@ -101,7 +103,7 @@ def test_within_one_engine(engine: LlmDataDist) -> None:
     np.testing.assert_array_equal(pages, wanted)
 
 
-def test_of_any_memory(pair: tuple[LlmDataDist, LlmDataDist]) -> None:
+def test_spaced_rows_of_any_memory_are_moved(pair: tuple[LlmDataDist, LlmDataDist]) -> None:
     """Engines read and write such caches that they allocate, on the host or on the device."""
     owner, user = pair
     desc = CacheDesc(2, (6, 3, 5), DataType.DT_INT16, row_stride=50)

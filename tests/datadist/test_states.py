@@ -47,7 +47,7 @@ def peer() -> Iterator[Peer]:
 def test_a_request_moves_between_ranks(
     peer: Peer, theirs: int, mine: int, transport: str, name: str, columns_first: bool
 ) -> None:
-    """One transfer moves each projection, the recurrent state, and blocks of attention."""
+    """A single transfer moves each projection, the recurrent state, and blocks of attention."""
     model = MODELS[name]
     offered = peer.run(
         OFFER, name=name, ranks=theirs, columns_first=columns_first, transport=transport
@@ -73,5 +73,5 @@ def test_a_request_moves_between_ranks(
                 np.testing.assert_array_equal(found, expected)
     finally:
         peer.run(
-            "[it.finalize() for it in engines]; del engines, engine, cache, pages, held, tensors"
+            "[one.finalize() for one in engines]; del engines, engine, cache, pages, held, tensors"
         )

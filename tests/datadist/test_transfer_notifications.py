@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -14,17 +15,20 @@ from kvplan import (
     Cache,
     CacheDesc,
     CacheIndex,
+    CacheKey,
     ClusterInfo,
     DataType,
     KvCacheExtParam,
     LlmDataDist,
+    LLMException,
     PlanEvent,
     Rows,
     Transfer,
     Transfers,
 )
+from kvplan.engine.operation import notify_moved
 from tests.datadist.conftest import MakeEngine
-from tests.datadist.machine import Machine, on_host_only, where_nobody_serves
+from tests.datadist.machine import Machine, on_host_only, skip_if_peers_serve
 from tests.datadist.peer import Peer
 from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at
@@ -97,7 +101,7 @@ NOTHING: dict[str, Callable[..., object]] = {
 }
 
 
-def test_no_blocks_are_a_success_that_notifies(user: LlmDataDist, peer: Peer) -> None:
+def test_an_empty_transfer_notifies_of_success(user: LlmDataDist, peer: Peer) -> None:
     peer.run(OFFER)
     paged = user.allocate_blocks_cache(DESC)
     for name, call in NOTHING.items():
@@ -115,7 +119,7 @@ def test_each_transfer_notifies_its_peer_when_it_returns(user: LlmDataDist, peer
     peer.run(OFFER)
     for name, transfer in transfers_of(user).items():
         user.run(transfer, notify=b"of " + name.encode(), notify_failure=b"no")
-        assert peer.run("result = [tuple(it) for it in datadist.notifications()]") == [
+        assert peer.run("result = [tuple(note) for note in datadist.notifications()]") == [
             (2, b"of " + name.encode())
         ]
         user.run(transfer)
@@ -131,10 +135,10 @@ def test_each_submitted_transfer_notifies_whether_or_not_a_call_waits(
         user.submit(transfer, notify=b"unseen", notify_failure=b"no")
         assert peer.run(NEXT) == (2, b"unseen")
         user.submit(transfer, notify=b"seen", notify_failure=b"no").wait()
-        assert peer.run("result = [it.data for it in datadist.notifications()]") == [b"seen"]
+        assert peer.run("result = [note.data for note in datadist.notifications()]") == [b"seen"]
 
 
-def test_pushed_bytes_are_there_when_the_notification_is(user: LlmDataDist, peer: Peer) -> None:
+def test_pushed_bytes_arrive_before_the_notification(user: LlmDataDist, peer: Peer) -> None:
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
     peer.send(
@@ -142,7 +146,7 @@ def test_pushed_bytes_are_there_when_the_notification_is(user: LlmDataDist, peer
         result = []
         for _ in range(100):
             _, data = next_notification()
-            result.append(all((it[2] == data[0]).all() for it in datadist.arrays(paged)))
+            result.append(all((array[2] == data[0]).all() for array in datadist.arrays(paged)))
             datadist.notify(2, b"seen")
         """
     )
@@ -155,7 +159,7 @@ def test_pushed_bytes_are_there_when_the_notification_is(user: LlmDataDist, peer
     assert peer.answer() == [True] * 100
 
 
-def test_a_push_by_layers_notifies_after_its_last(user: LlmDataDist, peer: Peer) -> None:
+def test_a_push_by_layers_notifies_after_its_last_layer(user: LlmDataDist, peer: Peer) -> None:
     peer.run(OFFER)
     cache = user.allocate_cache(CacheDesc(2, (4, 64), DataType.DT_INT8))
     param = KvCacheExtParam(tensor_num_per_layer=1)
@@ -202,7 +206,7 @@ def test_a_failed_transfer_notifies_of_the_failure(
         assert peer.run(NEXT) == (3, b"the next")
 
 
-def test_a_transfer_refused_before_it_begins_has_failed_too(user: LlmDataDist, peer: Peer) -> None:
+def test_a_refused_transfer_notifies_of_the_failure(user: LlmDataDist, peer: Peer) -> None:
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
     with refused("LLM_KV_CACHE_NOT_EXIST"):
@@ -216,7 +220,7 @@ def test_a_transfer_refused_before_it_begins_has_failed_too(user: LlmDataDist, p
     assert peer.run("result = list(datadist.notifications())") == []
 
 
-def test_memory_that_was_freed_meanwhile_is_no_success(user: LlmDataDist, peer: Peer) -> None:
+def test_memory_that_was_freed_meanwhile_fails_the_transfer(user: LlmDataDist, peer: Peer) -> None:
     """The bytes have moved, but the last check of the memory finds that it was freed."""
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
@@ -268,7 +272,7 @@ def test_bytes_without_their_notification_are_reported_as_arrived(
             task = verb(transfer, notify=b"yes", notify_failure=b"no")
             assert task is not None
             task.wait()
-        found = peer.run("result = {it.data for it in datadist.notifications()}")
+        found = peer.run("result = {note.data for note in datadist.notifications()}")
         assert found == {b"unread"}
         for array in user.arrays(cache):
             assert (array[2:] == 5).all()
@@ -276,10 +280,10 @@ def test_bytes_without_their_notification_are_reported_as_arrived(
 
 
 @pytest.mark.parametrize("watched", [False, True])
-def test_a_small_transfer_whose_notification_is_not_taken_counts_once(
+def test_a_small_transfer_with_a_refused_notification_counts_once(
     user: LlmDataDist, peer: Peer, watched: bool
 ) -> None:
-    """That holds whether or not a hook makes the transfer an operation."""
+    """The count is the same whether or not a hook makes the transfer an operation."""
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
     transfer = Transfer(Rows(BLOCKS, [0]), Rows(cache, [2]))
@@ -297,10 +301,10 @@ def test_a_small_transfer_whose_notification_is_not_taken_counts_once(
     assert [link.in_flight for link in user.links()] == [0]
 
 
-def test_a_stopped_peer_fails_the_call_whose_notification_it_does_not_take(
+def test_a_stopped_peer_fails_the_call_by_its_notification(
     user: LlmDataDist, peer: Peer, machine: Machine
 ) -> None:
-    where_nobody_serves(machine)
+    skip_if_peers_serve(machine)
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
     user.pull_blocks(BLOCKS, cache, [0], [0])
@@ -318,10 +322,10 @@ def test_a_stopped_peer_fails_the_call_whose_notification_it_does_not_take(
     assert user.metrics()["in_flight"] == 0
 
 
-def test_the_deadline_of_a_small_pull_is_that_of_its_notification_too(
+def test_the_deadline_of_a_small_pull_covers_its_notification(
     user: LlmDataDist, peer: Peer, machine: Machine
 ) -> None:
-    where_nobody_serves(machine)
+    skip_if_peers_serve(machine)
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
     user.pull_blocks(BLOCKS, cache, [0], [0])
@@ -359,7 +363,7 @@ def test_an_awaited_task_has_notified(user: LlmDataDist, peer: Peer) -> None:
         await user.submit(Transfer(Rows(BLOCKS, [0]), Rows(cache, [0])), notify=b"awaited")
 
     asyncio.run(pull())
-    assert peer.run("result = [it.data for it in datadist.notifications()]") == [b"awaited"]
+    assert peer.run("result = [note.data for note in datadist.notifications()]") == [b"awaited"]
 
 
 def test_an_invalid_notification_is_refused_before_a_byte_moves(
@@ -375,3 +379,54 @@ def test_an_invalid_notification_is_refused_before_a_byte_moves(
         with pytest.raises(TypeError, match=f"{name}='text' must be bytes"):
             user.submit(Transfer(Rows(BlocksCacheKey(1), [0]), Rows(cache, [0])), **wrong)
     assert not any(array.any() for array in user.arrays(cache))
+
+
+def test_a_limited_wait_for_a_task_is_not_prolonged_by_its_notification(
+    user: LlmDataDist, peer: Peer, machine: Machine
+) -> None:
+    skip_if_peers_serve(machine)
+    peer.run(OFFER)
+    cache = user.allocate_blocks_cache(DESC)
+    user.pull_blocks(BLOCKS, cache, [0], [0])
+    pull = Transfer(Rows(BLOCKS, [0]), Rows(cache, [2]))
+    peer.stop()
+    for verb, transfer in ((user.submit, pull), (user.layered, {"kv": pull})):
+        task = verb(transfer, notify=b"late")
+        for layer in getattr(task, "layers", ()):
+            task.ready(layer)
+        assert task.wait_done(20_000)
+        with refused("LLM_TIMEOUT", "0 ms passed .* the transfer goes on"):
+            task.wait(0)
+        assert not task.settled
+    peer.resume()
+    task.wait(20_000)
+    assert peer.run(NEXT) == (2, b"late")
+
+
+def test_a_link_that_ends_before_the_notification_does_not_hide_that_the_bytes_are_there(
+    user: LlmDataDist,
+) -> None:
+    """A small transfer has no operation of its own that would keep the link."""
+    engine = user._running()
+    link = engine.links.get(1)
+    for end in (lambda: user.unlink_clusters([1], 5000), user.finalize):
+        end()
+        with pytest.raises(LLMException, match="every byte has arrived, but the notification"):
+            notify_moved(engine, link, "pull_blocks", perf_counter(), {"notify": b"it"})
+
+
+def test_a_limited_wait_that_stops_a_pull_by_a_key_does_not_wait_for_the_claim(
+    make_engine: MakeEngine, peer: Peer
+) -> None:
+    peer.run("datadist.allocate_cache(CacheDesc(2, (4, 64), DataType.DT_INT8), [CacheKey(1, 7)])")
+    user = make_engine(2, SyncKvCacheWaitTime="5000")
+    user.link_clusters([ClusterInfo(1, peer.address)], timeout_ms=5000).raise_for_status()
+    cache = user.allocate_cache(DESC)
+    layers = KvCacheExtParam(range(1), range(1), 2)
+    task = user.layered(Transfer(Rows(CacheKey(1, 7)), Rows(cache), layers=layers))
+    peer.stop()
+    start = perf_counter()
+    with refused("LLM_TIMEOUT"):
+        task.wait(1)
+    assert perf_counter() - start < 4
+    peer.resume()

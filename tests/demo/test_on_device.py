@@ -1,4 +1,4 @@
-"""The demo's caches on the simulated device: the model computes with them as with host memory."""
+"""Tests of the demo's caches on the simulated device: the model computes as with host memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DESC = CacheDesc(
         ([3, 2, 1], 3, 9, [(0, 1, 15), (1, 5, 8), (5, 6, 4)]),
     ],
 )
-def test_tokens_that_lie_side_by_side_are_one_run(
+def test_adjacent_tokens_are_one_run(
     table: list[int], start: int, end: int, expected: list[tuple[int, int, int]]
 ) -> None:
     found = [(run.first, run.last, run.row) for run in runs(np.array(table), 4, start, end)]
@@ -50,7 +50,7 @@ def cache(simulator: Controls) -> Iterator[DeviceCache]:
         yield cache
 
 
-def test_it_holds_what_a_cache_of_the_host_holds(cache: DeviceCache) -> None:
+def test_a_device_cache_gathers_the_same_rows_as_a_host_cache(cache: DeviceCache) -> None:
     here, table = empty_cache(NUM_BLOCKS, np.float16), np.array([6, 7, 1, 5])
     rng = np.random.default_rng(0)
     cache.fill(np.nan)

@@ -1,4 +1,4 @@
-"""The demo on two hosts: the cache goes over a network, and the tokens are the same."""
+"""Tests of the demo on two hosts: the cache crosses a network, and the tokens are the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_demo_between_two_hosts(tmp_path: Path) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_text(PROMPT)
     done = run("--hosts=2", f"--prompt={prompt}", *SHORT)
-    assert done.stderr == ""  # alone, so that all of it is shown
+    assert done.stderr == ""  # asserted first, so that a failure shows all of stderr
     assert done.returncode == 0
     assert f"== {TWO_HOSTS} ==" in done.stdout
     assert re.search(r"prefill: listening on 10\.77\.0\.1:\d+\n", done.stdout)
@@ -31,7 +31,7 @@ def test_the_demo_between_two_hosts(tmp_path: Path) -> None:
     assert done.stdout.count("CHANGED: from token") == 2
 
 
-def test_says_why_there_are_no_two_hosts(
+def test_the_demo_explains_why_it_cannot_make_two_hosts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(_count: int) -> None:
@@ -41,11 +41,11 @@ def test_says_why_there_are_no_two_hosts(
     monkeypatch.setattr(demo, "check_installed", lambda: None)
     monkeypatch.setattr("tools.namespaces.namespaces", refuse)
     assert demo.main() == 2
-    said = capsys.readouterr().err
-    assert said == "cannot start: two hosts cannot be made: no program ip: apt install iproute2\n"
+    error = capsys.readouterr().err
+    assert error == "cannot start: two hosts cannot be made: no program ip: apt install iproute2\n"
 
 
-def test_host_memory_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_hosts_with_a_device_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         demo.arguments(["--hosts=2", "--device=simulated"])
     assert stop.value.code == 2

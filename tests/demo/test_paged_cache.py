@@ -1,4 +1,4 @@
-"""The example's paged cache and its block pool."""
+"""Tests of the example's paged cache and its block pool."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tests.demo.tiny_llama import empty_cache
 @pytest.mark.parametrize(
     ("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (476, 30)]
 )
-def test_blocks_for(tokens: int, blocks: int) -> None:
+def test_the_number_of_blocks_is_rounded_up(tokens: int, blocks: int) -> None:
     assert blocks_for(tokens, 16) == blocks
 
 
@@ -25,11 +25,11 @@ def test_a_pool_never_hands_out_a_block_twice() -> None:
     assert set(pool.allocate(15)) == set(first)
 
 
-def test_serving_others_leaves_runs_that_are_scattered() -> None:
+def test_blocks_are_scattered_after_serving_others() -> None:
     pool = BlockPool(200)
     pool.serve_others(seed=1)
     steps = np.diff(pool.allocate(200))
-    # Neither all in order, in which case one copy would do, nor nothing in order.
+    # Some blocks are adjacent and others are not, so one copy cannot move them all.
     assert 20 < (steps == 1).sum() < 180
 
 
@@ -42,7 +42,7 @@ def test_different_seeds_scatter_differently() -> None:
     assert tables[0] != tables[1]
 
 
-def test_what_is_written_is_gathered_in_order() -> None:
+def test_written_rows_are_gathered_in_order() -> None:
     cache, table = empty_cache(8), np.array([6, 1, 5])
     rows = np.random.default_rng(0).normal(size=(10, *cache.tensors[0].shape[2:]))
     rows = rows.astype(np.float32)

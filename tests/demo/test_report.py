@@ -1,4 +1,4 @@
-"""The two comparisons that the demo stands and falls with."""
+"""Tests of the demo's report, above all of its two comparisons."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def generated(*ids: int) -> Generated:
         ([], [1], 0),
     ],
 )
-def test_first_difference(a: list[int], b: list[int], at: int | None) -> None:
+def test_the_first_difference_is_found(a: list[int], b: list[int], at: int | None) -> None:
     assert first_difference(a, b) == at
 
 
@@ -44,7 +44,7 @@ def test_equal_runs_are_identical_and_not_changed() -> None:
         check_changed(generated(1, 2), generated(1, 2), "block")
 
 
-def test_one_token_is_enough_to_fail() -> None:
+def test_one_different_token_is_detected() -> None:
     with pytest.raises(DemoError, match=r"differ from position 1 on: .*\[5\].*\[2\](.|\n)*text of"):
         check_identical(generated(1, 5), generated(1, 2), "pulled")
     with pytest.raises(DemoError, match="differ from position 2 on"):
@@ -54,7 +54,7 @@ def test_one_token_is_enough_to_fail() -> None:
     )
 
 
-def test_the_cost_of_a_transfer() -> None:
+def test_the_report_of_a_transfer_has_its_costs() -> None:
     moved = Moved(
         explanation="",
         nbytes=8_000_000,
@@ -70,14 +70,14 @@ def test_the_cost_of_a_transfer() -> None:
         "{}"
         "  planned in   85 us\n"
         "  moved in     2.00 ms, 4.0 GB/s (planned, too)\n"
-        "  once more    1.00 ms, 8.0 GB/s (median of repetitions)"
+        "  again        1.00 ms, 8.0 GB/s (median of repetitions)"
     )
     assert moved_text(moved) == costs.format("")
     linked = replace(moved, link_seconds=0.0012)
     assert moved_text(linked) == costs.format("  linked in    1.2 ms\n")
 
 
-def test_what_was_hidden_behind_compute() -> None:
+def test_the_report_of_a_push_by_layers_has_the_hidden_share() -> None:
     by_layer = MovedByLayer(
         plans=["<Plan 1>", "<Plan 2>"],
         nbytes=8_000_000,
@@ -96,7 +96,7 @@ def test_what_was_hidden_behind_compute() -> None:
     )
 
 
-def test_pieces_are_marked_off_from_the_lines_around_them(
+def test_lines_of_generated_text_have_a_mark(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     console = Console()

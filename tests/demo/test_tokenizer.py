@@ -1,4 +1,4 @@
-"""The example's tokenizer, on the real vocabulary."""
+"""Tests of the example's tokenizer with the real vocabulary."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from examples.disaggregated.tokenizer import Tokenizer
         "def f(x):\n    return x**2  # <tag> {brace}",
     ],
 )
-def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
+def test_text_is_decoded_as_it_was_encoded(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -40,7 +40,7 @@ def test_a_chat_is_framed_by_special_tokens(tokenizer: Tokenizer) -> None:
     )
 
 
-def test_the_ids_of_text_that_names_a_special_token(tokenizer: Tokenizer) -> None:
-    """A special token in the middle of text is one token and does not glue its neighbours."""
+def test_a_special_token_inside_text_is_one_token(tokenizer: Tokenizer) -> None:
+    """A special token in the middle of text is one token and does not join its neighbours."""
     ids = tokenizer.encode("a<|im_end|>b")
     assert ids == [*tokenizer.encode("a"), tokenizer.end_of_turn, *tokenizer.encode("b")]

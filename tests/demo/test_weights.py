@@ -1,4 +1,4 @@
-"""Files that gguf writes are read as gguf's own reader reads them."""
+"""Tests that the example reads files of gguf as gguf's own reader does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VALUES: dict[str, Any] = {
     "float64": 0.1,
     "array": ["a", "", "ßß"],
 }
-"""By the end of the method of GGUFWriter that writes it."""
+"""Values by the last part of the name of the GGUFWriter method that writes them."""
 KINDS = [
     GGMLQuantizationType.F32,
     GGMLQuantizationType.F16,
@@ -60,7 +60,7 @@ def written(path: Path, architecture: str = "llama", alignment: int | None = Non
 def assert_read_alike(path: Path) -> None:
     found, expected = ModelFile(path), GGUFReader(path)
     for key, field in expected.fields.items():
-        if not key.startswith("GGUF."):  # what is not under a key in the file
+        if not key.startswith("GGUF."):  # fields that the file has without a key
             assert found.metadata(key) == field.contents()
     for tensor in expected.tensors:
         weight = dequantize(tensor.data, tensor.tensor_type)
@@ -69,14 +69,14 @@ def assert_read_alike(path: Path) -> None:
 
 
 @pytest.mark.parametrize("alignment", [None, 128])
-def test_every_kind_of_value_and_tensor(tmp_path: Path, alignment: int | None) -> None:
+def test_every_kind_of_value_and_tensor_is_read(tmp_path: Path, alignment: int | None) -> None:
     path = written(tmp_path / "odd.gguf", alignment=alignment)
     assert ModelFile(path).metadata("test.string") == "größer"
     assert ModelFile(path).metadata("test.array") == ["a", "", "ßß"]
     assert_read_alike(path)
 
 
-def test_the_tiny_model(tmp_path: Path) -> None:
+def test_the_tiny_model_is_read(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     tiny_gguf.write(path)
     assert_read_alike(path)
@@ -89,7 +89,7 @@ def test_rows_of_several_tensors_are_one_matrix(tmp_path: Path) -> None:
     assert both.tobytes() == file.tensor("F32").tobytes() + file.tensor("Q8_0").tobytes()
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     for content in (b"GGUX" + (3).to_bytes(4, "little"), b"GGUF" + (4).to_bytes(4, "little")):
         other.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Every failure of a worker is reported with its reason, and no worker is left behind."""
+"""Tests of workers: each failure is reported with its reason, and no worker is left behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MISBEHAVING = "tests.demo.misbehaving"
 PATIENCE = 60.0
 
 
-class Heard:
+class Received:
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
         self.text = ""
@@ -23,26 +23,26 @@ class Heard:
 
 
 @pytest.fixture
-def heard() -> Heard:
-    return Heard()
+def received() -> Received:
+    return Received()
 
 
 @pytest.fixture
-def workers(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> Workers:
-    # `Workers` sets these where they are not set; this way they go again.
+def workers(received: Received, monkeypatch: pytest.MonkeyPatch) -> Workers:
+    # `Workers` sets variables that are not set; with these, pytest restores them.
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
-    return Workers(heard.progress, heard.piece, PATIENCE)
+    return Workers(received.progress, received.piece, PATIENCE)
 
 
-def test_a_worker_reports_and_answers(workers: Workers, heard: Heard) -> None:
+def test_a_worker_reports_and_answers(workers: Workers, received: Received) -> None:
     with workers:
         worker = workers.start("w", MISBEHAVING, "answers")
         worker.send(41)
         assert workers.answer(worker) == 42
         assert worker.process.is_alive()
-    assert heard.lines == [("w", f"process {worker.process.pid} started"), ("w", "a line")]
-    assert heard.text == "a piece"
+    assert received.lines == [("w", f"process {worker.process.pid} started"), ("w", "a line")]
+    assert received.text == "a piece"
     assert not worker.process.is_alive()
 
 
@@ -51,7 +51,7 @@ def test_an_answer_is_kept_while_another_is_awaited(workers: Workers) -> None:
         early, late = (workers.start(name, MISBEHAVING, "answers") for name in ("early", "late"))
         early.send(1)
         early.send("the end")
-        early.process.join(PATIENCE)  # its answer is in the pipe
+        early.process.join(PATIENCE)  # then the answer is in the pipe
         late.send(2)
         assert [workers.answer(item) for item in (late, early)] == [3, 2]
 
@@ -70,10 +70,10 @@ def test_a_failure_is_reported_with_its_reason(workers: Workers, conduct: str, r
         workers.answer(workers.start("w", MISBEHAVING, conduct))
 
 
-def test_the_last_lines_before_a_death_are_read(workers: Workers, heard: Heard) -> None:
+def test_the_last_lines_before_a_death_are_read(workers: Workers, received: Received) -> None:
     with workers, pytest.raises(WorkerError, match="SIGKILL"):
         workers.answer(workers.start("w", MISBEHAVING, "is killed"))
-    assert ("w", "last words") in heard.lines
+    assert ("w", "last words") in received.lines
 
 
 @pytest.mark.parametrize("conduct", ["is killed", "raises"])
@@ -86,7 +86,7 @@ def test_the_failure_of_one_ends_the_wait_for_another(workers: Workers, conduct:
     assert not waiting.process.is_alive()
 
 
-def test_one_that_is_done_does_not_end_the_wait_for_another(workers: Workers) -> None:
+def test_a_worker_that_ended_does_not_end_the_wait_for_another(workers: Workers) -> None:
     with workers:
         waiting = workers.start("waiting", MISBEHAVING, "answers")
         done = workers.start("done", MISBEHAVING, "just returns")
@@ -95,15 +95,15 @@ def test_one_that_is_done_does_not_end_the_wait_for_another(workers: Workers) ->
         assert workers.answer(waiting) == 2
 
 
-def test_silence_has_a_limit(heard: Heard, workers: Workers) -> None:
-    with Workers(heard.progress, heard.piece, timeout=0.3) as impatient:
+def test_a_silent_worker_times_out(received: Received, workers: Workers) -> None:
+    with Workers(received.progress, received.piece, timeout=0.3) as impatient:
         worker = impatient.start("w", MISBEHAVING, "falls silent")
         with pytest.raises(WorkerError, match=r"no word .* for 0\.3 seconds, waiting for w"):
             impatient.answer(worker)
     assert not worker.process.is_alive()
 
 
-def test_a_worker_that_ignores_the_request_is_killed(workers: Workers) -> None:
+def test_a_worker_that_ignores_sigterm_is_killed(workers: Workers) -> None:
     with workers:
         worker = workers.start("w", MISBEHAVING, "does not stop")
         assert workers.answer(worker) == "ready"
@@ -111,12 +111,12 @@ def test_a_worker_that_ignores_the_request_is_killed(workers: Workers) -> None:
     assert worker.process.exitcode == -9
 
 
-def test_a_module_that_cannot_be_imported(workers: Workers) -> None:
+def test_a_failed_import_is_reported(workers: Workers) -> None:
     with workers, pytest.raises(WorkerError, match=r"ModuleNotFoundError: .*no_such_module"):
         workers.answer(workers.start("w", "tests.demo.no_such_module"))
 
 
-def test_workers_outlive_no_exception(workers: Workers) -> None:
+def test_workers_end_if_an_exception_leaves_their_block(workers: Workers) -> None:
     worker: Worker | None = None
 
     def interrupted() -> None:

@@ -1,7 +1,7 @@
-"""A model file like the real one, a thousandth of its size: the demo starts in no time with it.
+"""A model file like the real one, of a thousandth of its size.
 
-It has a tokenizer of single bytes and random weights, so what it says makes no sense; but every
-token depends on all before it, which is what the demo shows.
+The model has a tokenizer of single bytes and random weights, so its text makes no sense. But every
+token depends on all tokens before it, as the demo needs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tests.demo.tiny_llama import CONFIG, TinyLlama
 NORMAL = 1
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|end|>"]
 SEED = 4
-"""Of the weights; with these the wrong block changes one of the first tokens."""
+"""The seed of the weights. With this seed, the wrong block changes one of the first tokens."""
 
 
 @contextmanager
 def installed(folder: Path) -> Iterator[None]:
-    """Let the processes that are started find it, in place of the real one."""
+    """Make started processes find the tiny model in place of the real one."""
     package = folder / WEIGHTS_PACKAGE
     package.mkdir()
     (package / "__init__.py").touch()

@@ -1,4 +1,4 @@
-"""A random llama that fits on a page, and a second opinion on what it must compute."""
+"""A small llama with random weights, and a reference implementation of its attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCK_SIZE = 4
 
 
 class TinyLlama:
-    """The model, and its weights, which the model does not show."""
+    """The model and its weights, which the model does not expose."""
 
     def __init__(self, seed: int, vocabulary: int = VOCABULARY) -> None:
         rng = np.random.default_rng(seed)
@@ -35,35 +35,42 @@ class TinyLlama:
         def matrix(*shape: int) -> NDArray[np.float32]:
             return rng.normal(0, 0.4, shape).astype(np.float32)
 
-        c = CONFIG
-        self.embedding, self.norm = matrix(vocabulary, c.embedding), matrix(c.embedding)
+        config = CONFIG
+        self.embedding, self.norm = matrix(vocabulary, config.embedding), matrix(config.embedding)
         self.layers = [
             Layer(
-                attention_norm=1 + matrix(c.embedding),
-                qkv=matrix((c.heads + 2 * c.kv_heads) * c.head_size, c.embedding),
-                attention_output=matrix(c.embedding, c.embedding),
-                mlp_norm=1 + matrix(c.embedding),
-                gate_up=matrix(2 * HIDDEN, c.embedding),
-                down=matrix(c.embedding, HIDDEN),
+                attention_norm=1 + matrix(config.embedding),
+                qkv=matrix(
+                    (config.heads + 2 * config.kv_heads) * config.head_size, config.embedding
+                ),
+                attention_output=matrix(config.embedding, config.embedding),
+                mlp_norm=1 + matrix(config.embedding),
+                gate_up=matrix(2 * HIDDEN, config.embedding),
+                down=matrix(config.embedding, HIDDEN),
             )
-            for _ in range(c.layers)
+            for _ in range(config.layers)
         ]
-        self.model = Llama(c, self.embedding, self.layers, self.norm)
+        self.model = Llama(config, self.embedding, self.layers, self.norm)
 
     def dense_logits(self, ids: Sequence[int]) -> NDArray[np.float64]:
-        """Logits after the last of `ids`: no cache, no groups, no complex numbers, float64."""
-        c = CONFIG
+        """Return the logits after the last id, computed in float64 without cache or head groups."""
+        config = CONFIG
         x = self.embedding[list(ids)].astype(np.float64)
         for layer in self.layers:
             q, k, v = np.split(
                 norm(x, layer.attention_norm) @ layer.qkv.T.astype(np.float64),
-                [c.heads * c.head_size, (c.heads + c.kv_heads) * c.head_size],
+                [
+                    config.heads * config.head_size,
+                    (config.heads + config.kv_heads) * config.head_size,
+                ],
                 axis=-1,
             )
             heads = []
-            for head in range(c.heads):
-                shared = head // (c.heads // c.kv_heads)
-                own, other = (slice(h * c.head_size, (h + 1) * c.head_size) for h in (head, shared))
+            for head in range(config.heads):
+                shared = head // (config.heads // config.kv_heads)
+                own, other = (
+                    slice(h * config.head_size, (h + 1) * config.head_size) for h in (head, shared)
+                )
                 heads.append(attention(rotate(q[:, own]), rotate(k[:, other]), v[:, other]))
             x = x + np.concatenate(heads, axis=-1) @ layer.attention_output.T
             gate, up = np.split(norm(x, layer.mlp_norm) @ layer.gate_up.T, 2, axis=-1)
@@ -76,7 +83,7 @@ def norm(x: NDArray[np.float64], weight: NDArray[np.float32]) -> NDArray[np.floa
 
 
 def rotate(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Rotary embedding by the rotation matrix of each pair of neighbours."""
+    """Apply rotary embedding by the rotation matrix of each pair of neighbours."""
     out = np.empty_like(x)
     for position in range(len(x)):
         for pair in range(0, CONFIG.head_size, 2):
@@ -90,7 +97,7 @@ def rotate(x: NDArray[np.float64]) -> NDArray[np.float64]:
 def attention(
     q: NDArray[np.float64], k: NDArray[np.float64], v: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """One head, one token at a time."""
+    """Return the attention of one head, computed one token at a time."""
     out = np.empty_like(q)
     for position in range(len(q)):
         scores = k[: position + 1] @ q[position] / np.sqrt(CONFIG.head_size)
@@ -100,6 +107,6 @@ def attention(
 
 
 def empty_cache(num_blocks: int, dtype: type = np.float32) -> PagedCache:
-    """A cache of NaN, so that whatever is read without having been written is seen."""
+    """Return a cache of NaN, so that reads of unwritten elements are detected."""
     shape = (num_blocks, BLOCK_SIZE, CONFIG.kv_heads, CONFIG.head_size)
     return PagedCache([np.full(shape, np.nan, dtype) for _ in range(2 * CONFIG.layers)])

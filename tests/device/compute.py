@@ -1,4 +1,4 @@
-"""A model's compute on a simulated device: a stream of a framework, in the primary context."""
+"""A model's compute on a simulated device: a stream of a framework in the primary context."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NO_FAULT = (ctypes.c_int * 2)()
 
 
 class Compute:
-    """A stream whose work waits while it is held, in the primary context, which is made current.
+    """A stream that can be held, in the primary context, which the constructor makes current.
 
-    It has the attributes of `torch_npu.npu.Stream`, or of `torch.cuda.Stream`.
+    Subclasses have the attributes of `torch_npu.npu.Stream` or `torch.cuda.Stream`.
     """
 
     handle: int
@@ -37,7 +37,7 @@ class Compute:
         self._events: list[int] = []
 
     def hold(self) -> None:
-        """What is issued from here on waits for `release`."""
+        """Make work that is issued from now on wait for `release`."""
         gate = ctypes.c_void_p()
         assert self._core.sim_event_create(_PLAIN, 0, ctypes.byref(gate)) == 0
         self._on_stream("sim_event_stream_wait", gate, self.handle)
@@ -46,7 +46,7 @@ class Compute:
         self._gates.append(gate.value)
 
     def release(self) -> None:
-        """Let what waits for the oldest `hold` go on."""
+        """Release the work that waits for the oldest `hold`."""
         self._on_stream("sim_event_record", ctypes.c_void_p(self._held.pop(0)), None)
 
     def _on_stream(self, call: str, event: ctypes.c_void_p, stream: int | None) -> None:
@@ -56,30 +56,30 @@ class Compute:
         self._core.sim_stream_release(found)
 
     def fill(self, address: int, nbytes: int, value: int) -> None:
-        """Compute `value` into each byte of device memory."""
+        """Issue work that sets each byte of device memory to `value`."""
         raise NotImplementedError
 
     def event(self) -> Any:
-        """Return an event behind what was issued so far, as a framework's."""
+        """Return an event of a framework, recorded behind the work issued so far."""
         raise NotImplementedError
 
     def record(self, event: int) -> None:
-        """Record an event again, behind what was issued so far."""
+        """Record an event again, behind the work issued so far."""
         raise NotImplementedError
 
     def destroy(self, event: int) -> None:
-        """Destroy an event, whatever it was recorded for."""
+        """Destroy an event, even if its work is not done."""
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Wait for all that was issued; nothing is held."""
+        """Wait for all issued work; no work may be held."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Wait for streams that others have destroyed while they waited: CUDA lets those go on."""
+        """Wait for destroyed streams whose work was pending: CUDA still finishes that work."""
 
     def close(self) -> None:
-        """Let go on what is held, and give all up."""
+        """Release held work, and free all resources."""
         while self._held:
             self.release()
         self.wait()
@@ -90,7 +90,7 @@ class Compute:
 
 
 class AscendCompute(Compute):
-    """On an Ascend device."""
+    """Compute on an Ascend device."""
 
     def __init__(self, simulator: Controls, device_id: int = 3) -> None:
         super().__init__(simulator, device_id)
@@ -124,7 +124,7 @@ class AscendCompute(Compute):
 
 
 class CudaCompute(Compute):
-    """On a CUDA device."""
+    """Compute on a CUDA device."""
 
     def __init__(self, simulator: Controls, device_id: int = 3) -> None:
         super().__init__(simulator, device_id)
@@ -140,24 +140,24 @@ class CudaCompute(Compute):
         self._cuda.ok("cuMemsetD8Async", address, value, nbytes, self.handle)
 
     def read(self, address: int, nbytes: int) -> int:
-        """Let the model read bytes, of the device or pinned; returns where it puts them."""
+        """Issue a copy of device or pinned bytes into new memory, and return its address."""
         seen = self._cuda.made("cuMemAlloc_v2", nbytes)
         self._read.append(seen)
         self._cuda.ok("cuMemcpyAsync", seen, address, nbytes, self.handle)
         return seen
 
     def seen(self, at: int, nbytes: int) -> bytes:
-        """What the model has read, when its work is done."""
+        """Return the bytes at the address of a `read`, after waiting for the work."""
         self.wait()
         return bytes(self._cuda.view(at, nbytes))
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was issued is done."""
+        """True if all issued work is done."""
         return bool(self._cuda.cuStreamQuery(self.handle) == 0)
 
     def capture(self) -> AbstractContextManager[None]:
-        """Capture the stream into a graph; nothing must spoil that."""
+        """Capture the stream into a graph, and check that no call invalidates the capture."""
         return self._cuda.capturing(self.handle)
 
     def event(self) -> Any:
@@ -191,13 +191,13 @@ class CudaCompute(Compute):
 
 
 def compute_on(simulator: Controls, device_id: int = 3) -> Any:
-    """Return compute on a device of the kind that is simulated."""
+    """Return compute on a device of the simulated kind."""
     kind = AscendCompute if simulator.accelerator == "ascend" else CudaCompute
     return kind(simulator, device_id)
 
 
 def handle_of(event: Any) -> int:
-    """The handle of what `Compute.event` has returned."""
+    """Return the handle in an event that `Compute.event` has returned."""
     (handle,) = vars(event).values()
     assert isinstance(handle, int)
     return handle

@@ -1,4 +1,4 @@
-"""Tests here run on a device of each kind, which its simulator stands in for."""
+"""Fixtures of tests that run on a simulated device of each kind."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["ascend", "cuda", "sim_folder", "sim_log"]
 
 @pytest.fixture(params=["ascend", "cuda"])
 def simulator(request: pytest.FixtureRequest) -> Iterator[Controls]:
-    """The simulated driver and runtime that this process, and those that it starts, find."""
+    """Controls of the simulated driver and runtime for this process and its children."""
     found: Controls = request.getfixturevalue(request.param)
     yield found
-    # Both have one core, which knows one current context of a thread: what is let go of one kind
-    # would change it under a test of the other.
+    # Both simulators share one core, which keeps one current context per thread. Objects of one
+    # kind that are collected later would change that context under a test of the other kind.
     gc.collect()
 
 
 @pytest.fixture
 def datadist(simulator: Controls) -> Iterator[LlmDataDist]:
-    """An engine on a device, with pools on both sides."""
+    """An engine on a device, with pools for both placements."""
     pools = {"mem_pool_config": PoolConfig(1 << 20), "host_mem_pool_config": PoolConfig(1 << 20)}
     with engine_on(simulator, sync_kv_cache_wait_time=30, **pools) as made:
         yield made
@@ -42,7 +42,7 @@ def datadist(simulator: Controls) -> Iterator[LlmDataDist]:
 
 @pytest.fixture
 def compute(simulator: Controls, datadist: LlmDataDist) -> Iterator[Compute]:
-    """A program that computes on the device of the engine."""
+    """A program that computes on the engine's device."""
     made = compute_on(simulator)
     yield made
     made.close()
@@ -50,7 +50,7 @@ def compute(simulator: Controls, datadist: LlmDataDist) -> Iterator[Compute]:
 
 @pytest.fixture(params=["hccl", "tcp"])
 def linked(simulator: Controls, request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Two engines, linked over HCCL, over TCP, or (of CUDA) over what is preferred."""
+    """Two engines, linked over HCCL, over TCP, or (on CUDA) over the preferred transport."""
     if simulator.accelerator == "cuda" and request.param == "hccl":
         pytest.skip("HCCL is between Ascend devices")
     over_tcp = OnCuda if simulator.accelerator == "cuda" else OnDeviceOverTcp

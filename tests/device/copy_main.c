@@ -1,4 +1,4 @@
-/* Checks of what a shard confirms when copies on the stream and blocking ones take turns. */
+/* Checks of a shard's confirmed descriptors if copies on the stream and blocking ones alternate. */
 #include "device/copy.c"
 
 #include "check.h"
@@ -41,7 +41,7 @@ static int copy_nothing(kvn_device *device, kvn_direction direction, kvn_columns
     return KVN_OK;
 }
 
-/* Sources of one descriptor each; returns how many are confirmed after each call. */
+/* Copies sources of one descriptor each; returns the number of confirmed ones after each call. */
 static void confirm(const uint64_t *sources, size_t count, const uint64_t *confirmed)
 {
     static const kvn_device_ops ops = {.max_batch = 16, .locate = locate, .copy_batch = copy_nothing};
@@ -60,7 +60,7 @@ static void confirm(const uint64_t *sources, size_t count, const uint64_t *confi
     }
 }
 
-/* A blocking copy is over when it returns; that says nothing of those that are on the stream. */
+/* A blocking copy has ended when it returns, which does not confirm copies on the stream. */
 static void blocking_behind_asynchronous(void)
 {
     const uint64_t turns[] = {PINNED, PAGEABLE, PINNED}, none[] = {0, 0, 0};
@@ -78,7 +78,8 @@ static int refuse_second(kvn_device *device, kvn_direction direction, kvn_column
     return kvn_fail(failure, KVN_UNMAPPED, 0, "refused");
 }
 
-/* A call counts from its own first descriptor; a fault names that of the shard, also behind others. */
+/* A call counts from its own first descriptor; a fault names the descriptor of the shard, also behind
+ * others. */
 static void failed_behind_others(void)
 {
     static const kvn_device_ops ops = {
@@ -99,7 +100,7 @@ static void failed_behind_others(void)
     }
 }
 
-/* What is on the stream once it was waited for: no call, and no byte. */
+/* The load of the stream after a wait: no calls and no bytes. */
 static void nothing_left_after_wait(void)
 {
     const kvn_columns shard = {.count = 5};
@@ -123,7 +124,7 @@ static int copy_some_bytes(kvn_device *device, kvn_direction direction, kvn_colu
     return KVN_OK;
 }
 
-/* Calls of a device refuse empty descriptors, wherever they stand among the others. */
+/* Calls of a device refuse empty descriptors at any position. */
 static void empty_descriptors(void)
 {
     static const kvn_device_ops ops = {.max_batch = 16, .locate = locate, .copy_batch = copy_some_bytes};
@@ -156,7 +157,7 @@ static int refuse_later(kvn_device *device, kvn_direction direction, kvn_columns
     return num_copied++ ? kvn_fail(failure, KVN_UNMAPPED, 0, "refused") : KVN_OK;
 }
 
-/* Where a later call fails, the bytes of the earlier ones have arrived before the shard ends. */
+/* If a later call fails, the bytes of earlier ones have arrived before the shard ends. */
 static void waited_for_after_failure(void)
 {
     static const kvn_device_ops ops = {.max_batch = 1, .locate = locate, .copy_batch = refuse_later};
@@ -169,7 +170,7 @@ static void waited_for_after_failure(void)
 
     atomic_store(&device.batch_copies, KVN_BATCH_ASYNC);
     for (int before = 1; before >= 0; before--) {
-        num_copied = !before; /* the first call fails in the second round: nothing was issued */
+        num_copied = !before; /* the first call of the second round fails, so nothing was issued */
         num_waits = 0;
         CHECK(move((kvn_stream_backend *)&backend, NULL, &shard, &stop, &fault) == KVN_UNMAPPED);
         CHECK(num_waits >= before && fault.failed == (uint64_t)before);

@@ -1,4 +1,4 @@
-"""What tests of device caches share: engines on a device of any kind, descriptions, contents."""
+"""Engines on a device of any kind, cache descriptions and contents, for tests of device caches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_TENSORS = 3
 
 
 def desc(placement: Placement = Placement.DEVICE, rows: int = ROWS) -> CacheDesc:
-    shard = Shard(num_layers=NUM_TENSORS)  # one tensor a layer
+    shard = Shard(num_layers=NUM_TENSORS)  # one tensor per layer
     return CacheDesc(NUM_TENSORS, (rows, ROW), DataType.DT_UINT16, placement, shard=shard)
 
 
@@ -40,14 +40,14 @@ def same(found: list[NDArray[Any]], expected: list[NDArray[Any]]) -> bool:
 
 
 class Kind(NamedTuple):
-    """How an accelerator does what a test watches or breaks.
+    """The calls and codes of an accelerator that tests watch or inject.
 
     Attributes:
-        device: of kvplan.
-        granularity: of its memory: what is allocated is a multiple.
-        allocate, pin, read: the calls for that, and a code with which each fails.
-        full: the code of `allocate` where nothing is free.
-        refusal, gone: what it says of memory that was freed, and the status.
+        device: the class of kvplan.
+        granularity: allocations are multiples of this size.
+        allocate, pin, read: the calls for these steps.
+        full, not_pinned, not_read: the codes with which these calls fail.
+        refusal, gone: the message and the status for memory that was freed.
     """
 
     device: type[Device]
@@ -62,7 +62,7 @@ class Kind(NamedTuple):
     gone: str
 
     def taken(self, nbytes: int) -> int:
-        """Return how much an allocation of that size takes."""
+        """Return the size of an allocation for `nbytes`."""
         return -(-nbytes // self.granularity) * self.granularity
 
 
@@ -86,12 +86,12 @@ def kind_of(simulator: Controls) -> Kind:
 def engine_on(
     simulator: Controls, device_id: int = 3, cluster_id: int = 2, **options: Any
 ) -> Iterator[LlmDataDist]:
-    """An engine on a device, of which nothing may be left when it is finalized and collected.
+    """Yield an engine on a device, and check that it leaves nothing behind.
 
-    Without other options it uses the device for nothing but caches.
+    Without other options, the engine uses the device only for caches.
     """
     gc.collect()
-    before = simulator.left()  # of a test that failed, or the program's own
+    before = simulator.left()  # what the program holds, or an earlier test that failed
     given = {"transport": "local", "device_id": device_id, **options}
     with LlmDataDist(cluster_id, LlmRole.MIX) as datadist:
         datadist.initialize(Options(accelerator=simulator.accelerator, **given))

@@ -1,4 +1,4 @@
-/* Checks of which events are kept for others, and of what a channel has to do. */
+/* Checks of the events that are kept for reuse, and of the load of a channel. */
 #include "device/events.c"
 
 #include <pthread.h>
@@ -33,7 +33,8 @@ static int destroy(const kvn_device *device, void *event, kvn_failure *failure)
     return KVN_OK;
 }
 
-/* Of the device's context and the primary one; any other is the program's, and its events go with it. */
+/* Events of the device's context and of the primary one are kept. Other contexts are the program's, with
+ * their events. */
 static void kept_by_context(void)
 {
     static const kvn_device_ops ops = {.destroy_event = destroy};
@@ -83,7 +84,7 @@ static void hold(kvn_channel_job *job, kvn_channel *channel)
         sched_yield();
 }
 
-/* Batches go to the channel that has least to do: what was taken back is not counted any more. */
+/* Batches go to the channel with the lowest load; cancelled ones do not count any more. */
 static void load_of_what_is_left(void)
 {
     static const kvn_device_ops ops = {.name = "said", .runtime = "said", .set_context = set_context,
@@ -98,12 +99,12 @@ static void load_of_what_is_left(void)
         CHECK(kvn_channel_load(channel) == i);
         kvn_channel_submit(channel, &jobs[i]);
     }
-    CHECK(kvn_channel_dequeue(channel, &jobs[3])); /* the last, and one between others */
+    CHECK(kvn_channel_dequeue(channel, &jobs[3])); /* the last batch, and one between others */
     CHECK(kvn_channel_load(channel) == 3);
     CHECK(!kvn_channel_dequeue(channel, &jobs[3]));
     CHECK(kvn_channel_dequeue(channel, &jobs[1]));
     CHECK(kvn_channel_load(channel) == 2);
-    kvn_channel_submit(channel, &jobs[4]); /* behind what is left */
+    kvn_channel_submit(channel, &jobs[4]); /* behind the remaining ones */
     CHECK(kvn_channel_load(channel) == 3);
     CHECK(kvn_channel_dequeue(channel, &jobs[4]) && kvn_channel_dequeue(channel, &jobs[2]));
     kvn_channel_submit(channel, &jobs[4]); /* to an empty queue */
@@ -148,7 +149,8 @@ static void wait_until_it_sleeps(void)
     atomic_store(&awaiting, 0);
 }
 
-/* Who waits until all work of a job is on the stream is woken: when it is, and when the job is taken back. */
+/* A caller that waits until all work of a job is on the stream is woken by that, or by the job's
+ * cancellation. */
 static void await_wakes(void)
 {
     static const kvn_device_ops ops = {.name = "said", .runtime = "said", .set_context = set_context,
@@ -200,7 +202,7 @@ static int count_abort(const kvn_device *device, kvn_stream stream, kvn_failure 
     return KVN_OK;
 }
 
-/* A job that says at its end whether it was interrupted. */
+/* A job that records whether it was interrupted. */
 typedef struct told_job {
     kvn_channel_job job;
     atomic_bool has_begun, may_end, has_ended;
@@ -218,7 +220,7 @@ static void run_told(kvn_channel_job *job, kvn_channel *channel)
     atomic_store(&it->has_ended, true);
 }
 
-/* An interrupt is of the job that runs: of no other before or behind it. */
+/* An interrupt affects only the job that runs. */
 static void interrupt_ends_with_its_job(void)
 {
     static const kvn_device_ops ops = {.name = "said", .runtime = "said", .set_context = set_context,
@@ -237,7 +239,7 @@ static void interrupt_ends_with_its_job(void)
         kvn_channel_submit(channel, &jobs[i].job);
         while (!atomic_load(&jobs[i].has_begun))
             sched_yield();
-        kvn_channel_interrupt(channel, &jobs[(i + 1) % 5].job); /* not the one that runs */
+        kvn_channel_interrupt(channel, &jobs[(i + 1) % 5].job); /* a job that does not run */
         CHECK(atomic_load(&num_aborted) == before);
         if (i % 2)
             kvn_channel_interrupt(channel, &jobs[i].job);
@@ -246,7 +248,7 @@ static void interrupt_ends_with_its_job(void)
         while (!atomic_load(&jobs[i].has_ended) || kvn_channel_load(channel) > 0)
             sched_yield();
         CHECK(jobs[i].ended_interrupted == (i % 2 == 1));
-        kvn_channel_interrupt(channel, &jobs[i].job); /* over */
+        kvn_channel_interrupt(channel, &jobs[i].job); /* already ended */
         CHECK(atomic_load(&num_aborted) == before + i % 2);
     }
     kvn_channel_destroy(channel);
@@ -269,7 +271,7 @@ static void note_run(kvn_channel_job *job, kvn_channel *channel)
     atomic_store(&has_run, true);
 }
 
-/* A driver that makes a stream slowly holds up only the thread of that channel. */
+/* A driver that makes a stream slowly delays only the thread of that channel. */
 static void begun_without_waiting(void)
 {
     static const kvn_device_ops ops = {.name = "said", .runtime = "said", .set_context = set_context,
@@ -287,7 +289,7 @@ static void begun_without_waiting(void)
     CHECK(atomic_load(&has_run));
 }
 
-/* ---- looks ---- */
+/* ---- polls ---- */
 
 static kvn_event_unit points[4];
 static int answers[4], num_queries[4], num_opened;
@@ -321,7 +323,8 @@ typedef struct looks {
     kvn_gate_waiter waiters[5];
 } looks;
 
-/* Five waiters: two at the first point, and one at each of the others, of which the last is on another stream. */
+/* Five waiters: two at the first point, and one at each of the others, the last of which is on another
+ * stream. */
 static void begin_looks(looks *it)
 {
     static const kvn_device_ops ops = {.query_event = query};
@@ -354,8 +357,8 @@ static bool look_once(looks *it)
     return any;
 }
 
-/* Of points that follow each other on a stream only the first is queried, and once for all that wait for it. Each look
- * queries one of the others too, so that none is missed. */
+/* Of successive points on a stream, only the first is queried, once for all of its waiters. Each poll also
+ * queries one of the others, so that none is missed. */
 static void first_of_each_stream(void)
 {
     looks it;
@@ -378,7 +381,7 @@ static void first_of_each_stream(void)
     CHECK(num_opened == 5 && !kvn_list_first(&it.events.waiting));
 }
 
-/* A waiter whose backend has no room holds up no other, and its point is not queried again. */
+/* A waiter whose backend has no room delays no other waiter, and its point is not queried again. */
 static void one_without_room(void)
 {
     looks it;
@@ -416,7 +419,8 @@ static int is_there(const kvn_device *device, void *event, kvn_failure *failure)
     return KVN_OK;
 }
 
-/* An event that is used again is of its new point's stream, or of no known one, and behind all points before. */
+/* A reused event belongs to the stream of its new point, or to no known stream, and is behind all earlier
+ * points. */
 static void used_for_another_stream(void)
 {
     static const kvn_device_ops ops = {.get_context = get_no_context, .set_context = set_context,

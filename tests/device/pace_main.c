@@ -1,5 +1,5 @@
-/* When the thread that asks for events looks: events come at the times (ns) that the arguments say, and it looks
- * without being late. Prints for each how late it was seen, and how many looks there were up to then. */
+/* Poll times of the event thread: events come at the times (ns) of the arguments, and polls are never
+ * late. Prints the delay of each event, and the number of polls so far. */
 #include "device/events.c"
 
 int main(int count, char **times)

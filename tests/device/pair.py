@@ -1,4 +1,4 @@
-"""Two engines on devices in one process, of which one computes; and what is waited for there."""
+"""Two linked engines on devices in one process; one of them also computes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ FOREVER = 60_000.0
 
 
 def row(value: int) -> int:
-    """What two bytes of that value are as one number."""
+    """Return the 16-bit number whose two bytes have this value."""
     return value * 0x0101
 
 
-def still(task: Any) -> bool:
+def still_pending(task: Any) -> bool:
     return not task.wait_done(A_WHILE)
 
 
 class Pair:
-    """A prefill that computes on device 3, and a decode on device 4, in one process."""
+    """A prefill engine that computes on device 3, and a decode engine on device 4."""
 
     def __init__(self, simulator: Controls, engine: type[LlmDataDist]) -> None:
         self.decode, self.prefill = engine(4, LlmRole.DECODER), engine(3, LlmRole.PROMPT)

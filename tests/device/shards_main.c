@@ -1,4 +1,4 @@
-/* Checks of what a request comes to whose shards end in any order, each in its own way, and of refused requests. */
+/* Checks of the result of a request whose shards end in any order and way, and of refused requests. */
 #include "device/stream_backend.c"
 #include "device/stream_request.c"
 
@@ -8,10 +8,11 @@
 
 enum { SHARDS = 3, EACH = 4 };
 
-/* How a shard ends. */
+/* The ways in which a shard ends. */
 typedef enum ending { ARRIVED, GIVEN_UP, FAILED_AT, FAILED_SOMEWHERE, NUM_ENDINGS } ending;
 
-/* What is confirmed of a shard that does not arrive whole, and the descriptor at fault: shards differ. */
+/* The confirmed part of a shard that does not arrive whole, and its failed descriptor: these differ by
+ * shard. */
 static const uint64_t CONFIRMED[SHARDS] = {1, 0, 2}, AT_FAULT[SHARDS] = {2, 1, 3};
 
 static uint64_t nbytes[SHARDS * EACH];
@@ -43,12 +44,12 @@ static void check_report(const kvn_report *report, const ending *how, const int 
             moved += confirmed[i * EACH + at] ? nbytes[i * EACH + at] : 0;
         }
     }
-    for (int i = 0; i < SHARDS; i++) /* that of the lowest descriptor, of those that know one */
+    for (int i = 0; i < SHARDS; i++) /* the lowest known failed descriptor */
         if (how[i] == FAILED_AT && failing < 0)
             failing = i;
     if (failing >= 0)
         failed = (uint64_t)failing * EACH + AT_FAULT[failing];
-    for (int n = 0; n < SHARDS && failing < 0; n++) /* else the first */
+    for (int n = 0; n < SHARDS && failing < 0; n++) /* otherwise the first */
         if (how[order[n]] == FAILED_SOMEWHERE)
             failing = order[n];
     CHECK(report->status == (failing >= 0 ? KVN_UNMAPPED : any ? KVN_TIMEOUT : KVN_OK));
@@ -70,7 +71,7 @@ static void end_in_order(const ending *how, const int *order)
     kvn_request *request = kvn_stream_request_create(NULL, &batch, 1, SHARDS, &report);
     uint64_t bytes_done;
 
-    request->why = KVN_TIMEOUT; /* what a shard that stops says, where nothing failed */
+    request->why = KVN_TIMEOUT; /* the outcome of a stopped shard if nothing has failed */
     request->num_shards = request->open = SHARDS;
     for (int i = 0; i < SHARDS; i++)
         request->shards[i] = (kvn_stream_shard){
@@ -102,7 +103,7 @@ static void endings_in_any_order(void)
     }
 }
 
-/* A shard that its channel has taken from the queue, but has not begun, finds the request given up. */
+/* A shard that its channel has dequeued but not begun finds the request cancelled. */
 static void none_begins_after_a_failure(void)
 {
     const kvn_columns batch = {.dst = nbytes, .src = nbytes, .nbytes = nbytes, .count = 1};
@@ -110,7 +111,7 @@ static void none_begins_after_a_failure(void)
     kvn_request *request = kvn_stream_request_create(NULL, &batch, 1, 1, &report);
 
     CHECK(!kvn_stream_request_is_given_up(request));
-    kvn_stream_request_fail_others(request); /* none is in a queue any more */
+    kvn_stream_request_fail_others(request); /* no shard is in a queue any more */
     CHECK(kvn_stream_request_is_given_up(request));
     kvn_stream_request_release(NULL, request);
 }
@@ -139,7 +140,8 @@ void kvn_channel_submit(kvn_channel *channel, kvn_channel_job *job)
     submitted = job;
 }
 
-/* What is refused behind an event leaves its stream to the next: as often as there are streams, and once more. */
+/* A refused request behind an event releases its stream: this is repeated one time more than there are
+ * streams. */
 static void refused_behind_an_event(void)
 {
     static const uint64_t too_large[] = {UINT64_MAX, 1};

@@ -1,4 +1,4 @@
-"""Engines whose program goes on at once: its stream comes after transfers, where the device can."""
+"""Streams that wait for a transfer, on devices that support it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ between_gpus = pytest.mark.parametrize(("simulator", "linked"), [("cuda", "tcp")
 
 
 class TestOffloading:
-    """Blocks that come back from the host just before they are read."""
+    """Blocks that return from the host just before the model reads them."""
 
     @only_cuda
     @pytest.mark.parametrize("waits", ["wait", "await"])
@@ -54,24 +54,24 @@ class TestOffloading:
         simulator.add_fault("cuLaunchKernel:1=hang")
         task = datadist.submit(Transfer(Rows(host, [3, 6]), Rows(gpu, [0, 5])))
         task.block_stream(compute)
-        seen = [compute.read(address, 6 * ROW_NBYTES) for address in gpu.tensor_addrs]
+        copies = [compute.read(address, 6 * ROW_NBYTES) for address in gpu.tensor_addrs]
         assert not task.wait_done(20)
         assert not compute.is_done
         simulator.end_hangs()
-        for at, expected in zip(seen, given, strict=True):
+        for at, expected in zip(copies, given, strict=True):
             rows = np.frombuffer(compute.seen(at, 6 * ROW_NBYTES), np.uint16).reshape(6, -1)
             assert (rows[[0, 5]] == expected[[3, 6]]).all()
         if waits == "wait":
             task.wait(FOREVER)
         else:
             asyncio.run(awaited(task))
-        task.block_stream(compute)  # nothing is left to come after
+        task.block_stream(compute)  # the task is done, so there is nothing to wait for
 
     @only_cuda
-    def test_blocks_are_computed_into_only_when_they_were_swapped_out(
+    def test_the_model_overwrites_blocks_only_after_they_were_swapped_out(
         self, simulator: CudaControls, datadist: LlmDataDist, compute: CudaCompute
     ) -> None:
-        """Behind the model's own work, and before its next: no host thread waits for either."""
+        """The copy runs between the model's earlier and later work, and no host thread waits."""
         gpu = datadist.allocate_blocks_cache(DEVICE)
         host = datadist.allocate_blocks_cache(HOST)
         for address in gpu.tensor_addrs:
@@ -88,7 +88,7 @@ class TestOffloading:
 
     @only_cuda
     @pytest.mark.parametrize("ends", ["timeout", "cancel"])
-    def test_the_model_goes_on_when_the_transfer_is_given_up(
+    def test_the_model_continues_after_an_abandoned_transfer(
         self, simulator: CudaControls, datadist: LlmDataDist, compute: CudaCompute, ends: str
     ) -> None:
         gpu = datadist.allocate_blocks_cache(DEVICE)
@@ -104,7 +104,7 @@ class TestOffloading:
         compute.wait()
 
     @only_cuda
-    def test_the_model_goes_on_when_the_engine_ends(self, simulator: CudaControls) -> None:
+    def test_the_model_continues_after_the_engine_ends(self, simulator: CudaControls) -> None:
         with engine_on(simulator, sync_kv_cache_wait_time=30) as datadist:
             compute = compute_on(simulator)
             gpu = datadist.allocate_blocks_cache(DEVICE)
@@ -112,7 +112,8 @@ class TestOffloading:
             simulator.add_fault("cuLaunchKernel:1=hang")
             task = datadist.submit(Transfer(Rows(host, [3]), Rows(gpu, [0])))
             task.block_stream(compute)
-            finalizing = threading.Thread(target=datadist.finalize)  # it frees, behind all work
+            # It frees memory after all work of the context.
+            finalizing = threading.Thread(target=datadist.finalize)
             finalizing.start()
             with pytest.raises(LLMException, match=r"cancel|finalize"):
                 task.wait(FOREVER)
@@ -125,7 +126,7 @@ class TestOffloading:
             del task, finalizing
 
     @only_cuda
-    def test_a_captured_stream(
+    def test_a_captured_stream_is_refused(
         self, datadist: LlmDataDist, compute: CudaCompute, simulator: CudaControls
     ) -> None:
         gpu = datadist.allocate_blocks_cache(DEVICE)
@@ -139,7 +140,9 @@ class TestOffloading:
         simulator.end_hangs()
         task.wait(FOREVER)
 
-    def test_of_host_memory_alone(self, datadist: LlmDataDist, compute: Any) -> None:
+    def test_a_copy_inside_host_memory_is_refused(
+        self, datadist: LlmDataDist, compute: Any
+    ) -> None:
         task = datadist.submit(
             Transfer(
                 Rows(datadist.allocate_blocks_cache(HOST), [0]),
@@ -151,8 +154,10 @@ class TestOffloading:
         task.wait(FOREVER)
 
     @pytest.mark.parametrize("simulator", ["ascend"], indirect=True)
-    def test_ascend(self, datadist: LlmDataDist, compute: Any) -> None:
-        """A stream there that is aborted would leave its followers waiting."""
+    def test_no_ascend_stream_waits_for_a_transfer(
+        self, datadist: LlmDataDist, compute: Any
+    ) -> None:
+        """If a stream of the Ascend runtime is aborted, streams that wait for it never continue."""
         gpu = datadist.allocate_blocks_cache(DEVICE)
         compute.hold()
         task = datadist.submit(Transfer(Rows(gpu, [0]), Rows(gpu, [5])), after=compute)
@@ -161,7 +166,9 @@ class TestOffloading:
         compute.release()
         task.wait(FOREVER)
 
-    def test_no_stream(self, simulator: Controls, datadist: LlmDataDist, compute: Any) -> None:
+    def test_events_and_streams_of_another_accelerator_are_refused(
+        self, simulator: Controls, datadist: LlmDataDist, compute: Any
+    ) -> None:
         task = datadist.submit(
             Transfer(
                 Rows(datadist.allocate_blocks_cache(DEVICE), [0]),
@@ -184,7 +191,9 @@ class TestBetween:
     """Transfers between two engines of one process."""
 
     @between_gpus
-    def test_pulled_from_the_gpu_of_a_peer(self, simulator: CudaControls, linked: Pair) -> None:
+    def test_a_stream_waits_for_a_pull_from_the_gpu_of_a_peer(
+        self, simulator: CudaControls, linked: Pair
+    ) -> None:
         given = contents(5)
         prefill, decode = linked.prefill, linked.decode
         source = prefill.allocate_blocks_cache(DEVICE, BlocksCacheKey(3))
@@ -193,17 +202,19 @@ class TestBetween:
         compute = compute_on(simulator, 4)
         task = decode.submit(Transfer(Rows(BlocksCacheKey(3), [2, 1]), Rows(linked.theirs, [0, 4])))
         task.block_stream(compute)
-        seen = [compute.read(address, 5 * ROW_NBYTES) for address in linked.theirs.tensor_addrs]
+        copies = [compute.read(address, 5 * ROW_NBYTES) for address in linked.theirs.tensor_addrs]
         assert not compute.is_done
         simulator.end_hangs()
-        for at, expected in zip(seen, given, strict=True):
+        for at, expected in zip(copies, given, strict=True):
             rows = np.frombuffer(compute.seen(at, 5 * ROW_NBYTES), np.uint16).reshape(5, -1)
             assert (rows[[0, 4]] == expected[[2, 1]]).all()
         task.wait(FOREVER)
         compute.close()
 
     @between_gpus
-    def test_gathered_from_several_caches(self, simulator: CudaControls, linked: Pair) -> None:
+    def test_a_stream_waits_for_a_gather_from_several_caches(
+        self, simulator: CudaControls, linked: Pair
+    ) -> None:
         of = "block token head dim"
         layers, heads = range(1), (range(1), range(1, 2), range(2))
         one, other, both = (
@@ -229,21 +240,21 @@ class TestBetween:
         )
         task.block_stream(compute)
         nbytes = both.stride
-        seen = [compute.read(address, nbytes) for address in target.tensor_addrs]
+        copies = [compute.read(address, nbytes) for address in target.tensor_addrs]
         assert not compute.is_done
         simulator.end_hangs()
-        for item in seen:
-            tokens = np.frombuffer(compute.seen(item, nbytes), np.uint16).reshape(2, 2, 8)
+        for address in copies:
+            tokens = np.frombuffer(compute.seen(address, nbytes), np.uint16).reshape(2, 2, 8)
             assert (tokens[:, 0] == 1).all()
             assert (tokens[:, 1] == 2).all()
         task.wait(FOREVER)
         compute.close()
 
     @between_gpus
-    def test_rows_are_computed_into_only_when_they_were_pushed(
+    def test_the_model_overwrites_rows_only_after_they_were_pushed(
         self, simulator: CudaControls, linked: Pair
     ) -> None:
-        """A push announces itself to the owner of what it writes."""
+        """A push sends notices to the owner of the rows that it writes."""
         for address in linked.mine.tensor_addrs:
             linked.compute.fill(address, ROW_NBYTES, 3)
         linked.compute.wait()
@@ -256,9 +267,9 @@ class TestBetween:
         simulator.end_hangs()
         linked.compute.wait()
         task.wait(FOREVER)
-        assert all((item[6] == row(3)).all() for item in linked.arrived())
+        assert all((array[6] == row(3)).all() for array in linked.arrived())
 
-    def test_over_tcp(self, simulator: Controls) -> None:
+    def test_a_transfer_over_tcp_is_refused(self, simulator: Controls) -> None:
         engine = OnCudaOverTcp if simulator.accelerator == "cuda" else OnDeviceOverTcp
         pair = Pair(simulator, engine)
         task = pair.prefill.submit(Transfer(Rows(pair.mine, [0]), Rows(BlocksCacheKey(4), [6])))
@@ -267,7 +278,7 @@ class TestBetween:
         task.wait(FOREVER)
         pair.close()
 
-    def test_layers(self, linked: Pair) -> None:
+    def test_a_push_by_layers_is_refused(self, linked: Pair) -> None:
         task = linked.prefill.layered(
             Transfer(Rows(linked.mine, [0]), Rows(BlocksCacheKey(4), [6]))
         )
@@ -278,7 +289,7 @@ class TestBetween:
         task.wait(FOREVER)
 
 
-def test_without_an_accelerator() -> None:
+def test_streams_are_refused_without_an_accelerator() -> None:
     with LlmDataDist(2, LlmRole.MIX) as datadist:
         datadist.initialize(Options(accelerator="none"))
         task = datadist.submit(

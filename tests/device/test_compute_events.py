@@ -1,4 +1,4 @@
-"""Engines behind a model's compute: transfers, and layers of a push, that come after its events."""
+"""Transfers, and layers of a push, that wait for events of a model's compute."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvplan import (
 from tests.ascend.simulator import Controls
 from tests.device.compute import Compute, compute_on, handle_of
 from tests.device.engines import DEVICE, HOST, NUM_TENSORS, engine_on
-from tests.device.pair import A_WHILE, FOREVER, Pair, row, still
+from tests.device.pair import A_WHILE, FOREVER, Pair, row, still_pending
 from tests.support.refusals import refused
 
 ROW_NBYTES = DEVICE.stride
@@ -32,7 +32,9 @@ ROW_NBYTES = DEVICE.stride
 class TestInside:
     """Copies inside one process."""
 
-    def test_blocks_that_were_just_computed(self, datadist: LlmDataDist, compute: Compute) -> None:
+    def test_copies_wait_for_the_work_that_computes_their_source(
+        self, datadist: LlmDataDist, compute: Compute
+    ) -> None:
         cache = datadist.allocate_blocks_cache(DEVICE)
         host = datadist.allocate_blocks_cache(HOST)
         datadist.write_cache(cache, [np.zeros(DEVICE.shape, np.uint16)] * NUM_TENSORS)
@@ -45,7 +47,7 @@ class TestInside:
             datadist.submit(Transfer(Rows(cache, [0]), Rows(host, [3])), tag="out", after=compute),
         ]
         compute.destroy(handle_of(event))
-        assert all(still(task) for task in tasks)
+        assert all(still_pending(task) for task in tasks)
         compute.release()
         for task in tasks:
             task.wait(FOREVER)
@@ -56,11 +58,13 @@ class TestInside:
             assert (swapped[3] == row(tensor + 1)).all()
             assert not copied[[1, 2, 3, 4, 7]].any()
 
-    def test_of_host_memory_alone(self, datadist: LlmDataDist, compute: Compute) -> None:
+    def test_a_copy_inside_host_memory_waits_for_an_event(
+        self, datadist: LlmDataDist, compute: Compute
+    ) -> None:
         cache = datadist.allocate_blocks_cache(HOST)
         compute.hold()
         task = datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=compute.event())
-        assert still(task)
+        assert still_pending(task)
         for array in datadist.arrays(cache):
             array[0] = 4
         compute.release()
@@ -68,7 +72,7 @@ class TestInside:
         assert all((array[5] == 4).all() for array in datadist.arrays(cache))
 
     @pytest.mark.parametrize("of", [DEVICE, HOST], ids=["device", "host"])
-    def test_the_deadline_of_an_event_that_never_comes(
+    def test_a_copy_behind_an_event_that_never_comes_times_out(
         self, datadist: LlmDataDist, compute: Compute, of: Any
     ) -> None:
         cache = datadist.allocate_blocks_cache(of)
@@ -85,7 +89,9 @@ class TestInside:
         datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=compute).wait(FOREVER)
 
     @pytest.mark.parametrize("of", [DEVICE, HOST], ids=["device", "host"])
-    def test_finalize_stops_it(self, simulator: Controls, of: Any) -> None:
+    def test_finalize_ends_a_copy_that_waits_for_an_event(
+        self, simulator: Controls, of: Any
+    ) -> None:
         with engine_on(simulator, sync_kv_cache_wait_time=30) as datadist:
             compute = compute_on(simulator)
             cache = datadist.allocate_blocks_cache(of)
@@ -93,7 +99,7 @@ class TestInside:
             task = datadist.submit(
                 Transfer(Rows(cache, [0]), Rows(cache, [5])), after=compute.event()
             )
-            # Elsewhere: CUDA frees memory when all work of the context is done.
+            # The end waits in another thread: CUDA frees memory only after all work of the context.
             finalizing = threading.Thread(target=datadist.finalize)
             finalizing.start()
             with pytest.raises(LLMException, match=r"cancel|finalize"):
@@ -101,13 +107,13 @@ class TestInside:
             compute.release()
             finalizing.join()
             compute.settle()
-            compute.close()  # the last that uses the context
+            compute.close()  # the last user of the context
             del task, finalizing
 
-    def test_a_cache_that_is_freed_meanwhile(
+    def test_memory_of_a_freed_cache_stays_reserved_until_its_transfer_ends(
         self, simulator: Controls, datadist: LlmDataDist, compute: Compute
     ) -> None:
-        """Its memory is not another's before the transfer has ended."""
+        """No other cache gets the memory before the transfer has ended."""
         cache = datadist.allocate_blocks_cache(DEVICE)
         compute.hold()
         for address in cache.tensor_addrs:
@@ -116,7 +122,7 @@ class TestInside:
         datadist.deallocate_cache(cache)
         other = datadist.allocate_blocks_cache(DEVICE)
         datadist.write_cache(other, [np.zeros(DEVICE.shape, np.uint16)] * NUM_TENSORS)
-        assert still(task)
+        assert still_pending(task)
         compute.release()
         task.wait(FOREVER)
         assert not any(array.any() for array in datadist.arrays(other, copy=True))
@@ -125,7 +131,7 @@ class TestInside:
 class TestBetween:
     """Transfers between two engines."""
 
-    def test_a_push(self, linked: Pair) -> None:
+    def test_a_push_waits_for_the_stream_that_computes_its_source(self, linked: Pair) -> None:
         compute = linked.compute
         compute.hold()
         for address in linked.mine.tensor_addrs:
@@ -133,12 +139,12 @@ class TestBetween:
         task = linked.prefill.submit(
             Transfer(Rows(linked.mine, [0]), Rows(BlocksCacheKey(4), [6])), after=compute
         )
-        assert still(task)
+        assert still_pending(task)
         compute.release()
         task.wait(FOREVER)
         assert all((item[6] == row(3)).all() and not item[:6].any() for item in linked.arrived())
 
-    def test_each_layer_behind_its_own_event(self, linked: Pair) -> None:
+    def test_each_layer_waits_for_its_own_event(self, linked: Pair) -> None:
         compute = linked.compute
         task = linked.prefill.layered(
             Transfer(Rows(linked.mine, [0]), Rows(BlocksCacheKey(4), [6]))
@@ -148,7 +154,7 @@ class TestBetween:
             compute.fill(linked.mine.tensor_addrs[layer], ROW_NBYTES, layer + 1)
             task.ready(layer, compute.event() if layer % 2 else compute)
         for layer in task.layers:
-            assert still(task)
+            assert still_pending(task)
             assert task.progress().moving == tuple(range(layer, NUM_TENSORS))
             assert not any(item[6].any() for item in linked.arrived()[layer:])
             compute.release()
@@ -157,7 +163,9 @@ class TestBetween:
             assert (linked.arrived()[layer][6] == row(layer + 1)).all()
         task.wait(FOREVER)
 
-    def test_a_layer_whose_event_never_comes(self, linked: Pair) -> None:
+    def test_a_push_by_layers_behind_an_event_that_never_comes_times_out(
+        self, linked: Pair
+    ) -> None:
         compute = linked.compute
         task = linked.prefill.layered(
             Transfer(Rows(linked.mine, [0]), Rows(BlocksCacheKey(4), [6]))
@@ -174,19 +182,19 @@ class TestBetween:
         linked.prefill.push_blocks(linked.mine, BlocksCacheKey(4), [0], [6])
         assert (linked.arrived()[2][6] == row(3)).all()
 
-    def test_others_do_not_stand_behind_it(self, linked: Pair) -> None:
+    def test_other_pushes_do_not_wait_for_a_held_one(self, linked: Pair) -> None:
         linked.compute.hold()
         held = linked.prefill.submit(
             Transfer(Rows(linked.mine, [0]), Rows(BlocksCacheKey(4), [6])), after=linked.compute
         )
         for _ in range(3):
             linked.prefill.push_blocks(linked.mine, BlocksCacheKey(4), [1], [5])
-        assert still(held)
+        assert still_pending(held)
         held.cancel()
 
 
-class Lying:
-    """What raises when one attribute of it is read."""
+class Raising:
+    """An object that raises when one of its attributes is read."""
 
     def __init__(self, attribute: str) -> None:
         self.attribute = attribute
@@ -197,24 +205,28 @@ class Lying:
         raise AttributeError(name)
 
 
-class TestWhatIsRefused:
+class TestRefused:
     @pytest.mark.parametrize(
-        ("event", "says"),
+        ("event", "message"),
         [
             ("an event", "after='an event' must be an event or a stream.* not str"),
             (True, "after=True must be an event or a stream.* not bool"),
             (1.5, "not float"),
         ],
     )
-    def test_no_event(self, datadist: LlmDataDist, event: Any, says: str) -> None:
+    def test_values_that_are_not_events_are_refused(
+        self, datadist: LlmDataDist, event: Any, message: str
+    ) -> None:
         cache = datadist.allocate_blocks_cache(DEVICE)
-        with pytest.raises(TypeError, match=says):
+        with pytest.raises(TypeError, match=message):
             datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=event)
 
-    def test_no_such_event(self, simulator: Controls, datadist: LlmDataDist) -> None:
+    def test_events_with_a_wrong_attribute_or_handle_are_refused(
+        self, simulator: Controls, datadist: LlmDataDist
+    ) -> None:
         prefix, other = ("npu", "cuda") if simulator.accelerator == "ascend" else ("cuda", "npu")
         cache = datadist.allocate_blocks_cache(DEVICE)
-        for event, says in (
+        for event, message in (
             (SimpleNamespace(**{f"{other}_event": 16}), f"another accelerator: it has {other}_ev"),
             (SimpleNamespace(**{f"{other}_stream": 16}), "another accelerator"),
             (SimpleNamespace(**{f"{prefix}_event": 0}), "was never recorded"),
@@ -223,18 +235,18 @@ class TestWhatIsRefused:
             (SimpleNamespace(**{f"{prefix}_stream": True}), "after=True: .* must be an int"),
             (SimpleNamespace(**{f"{prefix}_event": np.zeros(2)}), r"event of SimpleNamespace must"),
             (SimpleNamespace(**{f"{prefix}_stream": -1}), r"must be an int in \[0, 2\*\*64\)"),
-            (Lying(f"{prefix}_event"), f"{prefix}_event cannot be read: RuntimeError: it lies"),
-            (Lying(f"{other}_stream"), f"{other}_stream cannot be read: RuntimeError: it lies"),
+            (Raising(f"{prefix}_event"), f"{prefix}_event cannot be read: RuntimeError: it lies"),
+            (Raising(f"{other}_stream"), f"{other}_stream cannot be read: RuntimeError: it lies"),
             (0, r"after=0: the handle of an event must be an int in \[1, 2\*\*64\)"),
             (1 << 64, "the handle of an event must be an int in"),
         ):
-            with refused("LLM_PARAM_INVALID", says):
+            with refused("LLM_PARAM_INVALID", message):
                 datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=event)  # type: ignore[arg-type]
         datadist.copy_blocks(cache, {0: [5]})
 
     @pytest.mark.parametrize("simulator", ["cuda"], indirect=True)
     @pytest.mark.parametrize(
-        ("named", "says"),
+        ("named", "message"),
         [
             (lambda: (1, 0), "speaks version 1; kvplan reads version 0"),
             (lambda: (0, -1), r"must be an int in \[0, 2\*\*64\)"),
@@ -243,16 +255,18 @@ class TestWhatIsRefused:
             (3, r"__cuda_stream__\(\) cannot be read: TypeError"),
         ],
     )
-    def test_no_such_named_stream(self, datadist: LlmDataDist, named: Any, says: str) -> None:
+    def test_malformed_cuda_stream_protocols_are_refused(
+        self, datadist: LlmDataDist, named: Any, message: str
+    ) -> None:
         cache = datadist.allocate_blocks_cache(DEVICE)
-        with refused("LLM_PARAM_INVALID", f"after=.*{says}"):
+        with refused("LLM_PARAM_INVALID", f"after=.*{message}"):
             datadist.submit(
                 Transfer(Rows(cache, [0]), Rows(cache, [5])),
                 after=SimpleNamespace(__cuda_stream__=named),
             )
 
-    @pytest.mark.parametrize("simulator", ["ascend"], indirect=True)  # CUDA may break
-    def test_events_that_the_device_does_not_know(
+    @pytest.mark.parametrize("simulator", ["ascend"], indirect=True)  # CUDA may crash
+    def test_events_that_the_device_does_not_know_are_refused(
         self, simulator: Controls, datadist: LlmDataDist, compute: Compute
     ) -> None:
         cache = datadist.allocate_blocks_cache(DEVICE)
@@ -268,7 +282,7 @@ class TestWhatIsRefused:
                 datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=given)
         elsewhere.close()
 
-    def test_a_layer_stays_as_it_was(self, linked: Pair) -> None:
+    def test_a_refused_event_leaves_its_layer_waiting(self, linked: Pair) -> None:
         task = linked.prefill.layered(
             Transfer(Rows(linked.mine, [0]), Rows(BlocksCacheKey(4), [6]))
         )
@@ -277,7 +291,7 @@ class TestWhatIsRefused:
         assert task.progress().waiting == tuple(task.layers)
         task.cancel()
 
-    def test_without_an_accelerator(self) -> None:
+    def test_events_are_refused_without_an_accelerator(self) -> None:
         with LlmDataDist(2, LlmRole.MIX) as datadist:
             datadist.initialize(Options(accelerator="none"))
             cache: Cache = datadist.allocate_blocks_cache(HOST)

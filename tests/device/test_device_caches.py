@@ -1,4 +1,4 @@
-"""Caches in device memory: where they come from, what is in them, and that all of it goes back."""
+"""Caches in device memory: their allocation, their content, and the release of all resources."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from kvplan import (
 )
 from tests.ascend.simulator import Controls, Log
 from tests.device.engines import DEVICE, HOST, contents, engine_on, kind_of, same
+from tests.support.left import check_nothing_left
 from tests.support.refusals import refused
 
 POOL = 1 << 16
@@ -69,13 +70,13 @@ def test_caches_of_the_host_are_pinned(simulator: Controls) -> None:
 
 
 def test_an_array_over_a_pinned_cache_outlives_the_engine(simulator: Controls) -> None:
-    with engine_on(simulator) as datadist:  # nothing is pinned when it has gone
+    with engine_on(simulator) as datadist:  # at the end of this block, no memory may stay pinned
         array = datadist.arrays(datadist.allocate_cache(HOST))[0]
     array[:] = 3
     assert (array == 3).all()
 
 
-def test_memory_that_cannot_be_pinned_is_used_as_it_is(
+def test_memory_that_cannot_be_pinned_is_used_unpinned(
     simulator: Controls, caplog: pytest.LogCaptureFixture
 ) -> None:
     with engine_on(simulator) as datadist:
@@ -89,7 +90,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
         assert same(datadist.arrays(device, copy=True), expected)
 
 
-def test_memory_of_one_user_is_unpinned_while_others_go_on(simulator: Controls) -> None:
+def test_pinned_memory_outlives_the_device_that_pinned_it(simulator: Controls) -> None:
     pages = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
     here = pages.ctypes.data, pages.nbytes
     one, other = (kind_of(simulator).device(4) for _ in range(2))
@@ -99,16 +100,17 @@ def test_memory_of_one_user_is_unpinned_while_others_go_on(simulator: Controls) 
     one.close()
     other.pin(*here).close()
     other.close()
-    assert pinned.nbytes == pages.nbytes  # it was held all the time
+    assert pinned.nbytes == pages.nbytes  # the memory stayed pinned all the time
 
 
-def test_a_device_that_is_full(simulator: Controls) -> None:
+def test_a_full_device_refuses_allocations_until_memory_is_free(simulator: Controls) -> None:
+    before = simulator.left()
     kind = kind_of(simulator)
     fault = f"{kind.allocate}:1={kind.full}"
-    said = f"of device 3, which has .* bytes free.*{kind.allocate}: {kind.full} "
+    message = f"of device 3, which has .* bytes free.*{kind.allocate}: {kind.full} "
     with engine_on(simulator) as datadist:
         simulator.add_fault(fault)
-        with refused("LLM_DEVICE_OUT_OF_MEMORY", said):
+        with refused("LLM_DEVICE_OUT_OF_MEMORY", message):
             datadist.allocate_cache(DEVICE)
         assert datadist.allocate_cache(DEVICE).cache_id == 2
     simulator.add_fault(fault)
@@ -118,7 +120,7 @@ def test_a_device_that_is_full(simulator: Controls) -> None:
     ):
         pass
     gc.collect()
-    assert simulator.left() == {}
+    check_nothing_left(simulator.left, before)
 
 
 @pytest.mark.parametrize(
@@ -175,12 +177,12 @@ def test_a_read_only_buffer_is_not_written(simulator: Controls) -> None:
             datadist.write_cache(cache, contents(2))
 
 
-def test_no_array_shows_device_memory(simulator: Controls) -> None:
+def test_arrays_cannot_view_device_memory(simulator: Controls) -> None:
     with engine_on(simulator) as datadist:
         cache = datadist.allocate_cache(DEVICE)
         with refused("LLM_FEATURE_NOT_ENABLED", "device 3, which arrays cannot view.*copy=True"):
             datadist.arrays(cache)
-        # An address that is taken for the host's all the same is not mapped there.
+        # The address is invalid on the host even if a caller passes it as host memory.
         with refused("LLM_PARAM_INVALID", "not mapped|not readable"):
             kvplan.execute(
                 kvplan.plan(Transfer(Rows(DEVICE), Rows(DEVICE))),
@@ -194,27 +196,27 @@ def test_a_device_error_names_the_call(simulator: Controls) -> None:
         cache = datadist.allocate_cache(DEVICE)
         kind = kind_of(simulator)
         simulator.add_fault(f"{kind.read}:1={kind.not_read}")
-        said = f"device 3 at 0x[0-9a-f]+: {kind.read}: {kind.not_read} "
-        with refused("LLM_DEVICE_MEM_ERROR", said):
+        message = f"device 3 at 0x[0-9a-f]+: {kind.read}: {kind.not_read} "
+        with refused("LLM_DEVICE_MEM_ERROR", message):
             datadist.arrays(cache, copy=True)
         assert not np.any(datadist.arrays(cache, copy=True))
 
 
 class TestChoice:
-    def test_none_leaves_the_device_alone(self, simulator: Controls, sim_log: Log) -> None:
+    def test_none_makes_no_device_calls(self, simulator: Controls, sim_log: Log) -> None:
         with LlmDataDist(1, LlmRole.MIX) as datadist:
             datadist.initialize({"kvplan.accelerator": "none"})
             assert datadist.device is None
             assert datadist.arrays(datadist.allocate_cache(DEVICE))
         assert sim_log.calls() == []
 
-    def test_auto_takes_the_device_that_is_there(self, simulator: Controls) -> None:
+    def test_auto_uses_the_available_device(self, simulator: Controls) -> None:
         with LlmDataDist(1, LlmRole.MIX) as datadist:
             datadist.initialize({"llm.DeviceId": "5"})
             assert datadist.device is not None
             assert datadist.device.id == 5
 
-    def test_auto_without_that_device_is_the_host(
+    def test_auto_uses_the_host_if_the_device_does_not_exist(
         self, simulator: Controls, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level("INFO")
@@ -227,25 +229,25 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("accelerator", "library"), [("ascend", "runtime library"), ("cuda", "driver library")]
     )
-    def test_asked_for_and_not_there(
+    def test_a_requested_accelerator_without_its_library_is_refused(
         self, monkeypatch: pytest.MonkeyPatch, accelerator: str, library: str, place: str
     ) -> None:
         monkeypatch.setenv(f"KVPLAN_{accelerator.upper()}_LIBRARY", place)
         datadist = LlmDataDist(1, LlmRole.MIX)
-        said = f"accelerator='{accelerator}': no {library}.*{place}"
-        with refused("LLM_FEATURE_NOT_ENABLED", said):
+        message = f"accelerator='{accelerator}': no {library}.*{place}"
+        with refused("LLM_FEATURE_NOT_ENABLED", message):
             datadist.initialize(Options(accelerator=accelerator))
         datadist.initialize()
         datadist.finalize()
 
-    def test_the_options_of_accelerators(self) -> None:
-        said = "accelerator.*'npu' must be one of auto, none, ascend, cuda"
-        with refused("LLM_PARAM_INVALID", said):
+    def test_unknown_accelerators_and_contexts_are_refused(self) -> None:
+        message = "accelerator.*'npu' must be one of auto, none, ascend, cuda"
+        with refused("LLM_PARAM_INVALID", message):
             Options(accelerator="npu")
         with refused("LLM_PARAM_INVALID", "cuda_context.*'mine' must be one of primary, own"):
             Options(cuda_context="mine")
 
-    def test_engines_share_a_device_until_the_last_has_gone(self, simulator: Controls) -> None:
+    def test_engines_share_a_device_until_the_last_one_ends(self, simulator: Controls) -> None:
         with engine_on(simulator, cluster_id=1) as first:
             with LlmDataDist(2, LlmRole.MIX) as second:
                 second.initialize(
@@ -258,7 +260,8 @@ class TestChoice:
             first.copy_cache(cache, cache, 0, 1)
 
 
-def test_a_device_of_its_own(simulator: Controls) -> None:
+def test_a_device_works_without_an_engine(simulator: Controls) -> None:
+    before = simulator.left()
     device = kind_of(simulator).device(4)
     buffer = device.allocate(100)
     device.write(buffer.address, bytes(range(100)))
@@ -273,4 +276,4 @@ def test_a_device_of_its_own(simulator: Controls) -> None:
         device.read(buffer.address, found)
     del buffer, device
     gc.collect()
-    assert simulator.left() == {}
+    check_nothing_left(simulator.left, before)

@@ -1,4 +1,4 @@
-"""Copies that a device takes part in: the bytes are those of the plan, and failures end them."""
+"""Copies that involve a device: they move the bytes of the plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_slots_are_copied_between_all_placements(
     datadist.copy_cache(source, target, 2, 5, offset=10, size=60)
     expected = contents(2)
     for to, by in zip(expected, contents(1), strict=True):
-        to[5, 5:35] = by[2, 5:35]  # two bytes each
+        to[5, 5:35] = by[2, 5:35]  # two bytes per element
     assert same(datadist.arrays(target, copy=True), expected)
     assert same(datadist.arrays(source, copy=True), contents(1))
 
@@ -43,7 +43,7 @@ def test_blocks_are_swapped(datadist: LlmDataDist, src: CacheDesc, dst: CacheDes
 
 
 @pytest.mark.parametrize("of", [DEVICE, HOST], ids=["device", "host"])
-def test_a_swap_is_between_placements(datadist: LlmDataDist, of: CacheDesc) -> None:
+def test_a_swap_inside_one_placement_is_refused(datadist: LlmDataDist, of: CacheDesc) -> None:
     caches = [datadist.allocate_blocks_cache(of) for _ in range(2)]
     with refused("LLM_PARAM_INVALID", "HOST.*DEVICE|placement"):
         datadist.swap_blocks(*caches, {0: 1})
@@ -74,11 +74,12 @@ def test_a_task_holds_the_memory_that_it_copies(datadist: LlmDataDist, simulator
     del task
 
 
-def test_arrays_of_the_host_are_a_side(datadist: LlmDataDist) -> None:
+def test_arrays_of_the_host_are_source_or_destination(datadist: LlmDataDist) -> None:
     cache = filled(datadist, DEVICE, 1, paged=False)
     arrays = contents(2)
     plan = kvplan.plan(Transfer(Rows(DEVICE, slot=3), Rows(DEVICE, slot=4)))
-    kvplan.execute(plan, datadist._running().registry.resolve(cache).memory, arrays)  # pageable
+    # Pageable memory.
+    kvplan.execute(plan, datadist._running().registry.resolve(cache).memory, arrays)
     assert all(np.array_equal(a[4], b[3]) for a, b in zip(arrays, contents(1), strict=True))
     for array in arrays:
         array[3] += 1
@@ -87,7 +88,7 @@ def test_arrays_of_the_host_are_a_side(datadist: LlmDataDist) -> None:
     assert all(np.array_equal(a[4], b[3]) for a, b in zip(found, arrays, strict=True))
 
 
-def test_overlaps_on_the_device_are_found(datadist: LlmDataDist) -> None:
+def test_overlaps_on_the_device_are_refused(datadist: LlmDataDist) -> None:
     cache = datadist.allocate_cache(DEVICE)
     shifted = Cache(
         DEVICE,
@@ -102,7 +103,7 @@ def test_overlaps_on_the_device_are_found(datadist: LlmDataDist) -> None:
         datadist.copy_cache(cache, inside, 0, 0)
 
 
-def test_two_devices_of_one_process(simulator: Controls) -> None:
+def test_a_copy_between_two_devices_is_refused(simulator: Controls) -> None:
     with engine_on(simulator, 3, 1) as one, LlmDataDist(2, LlmRole.MIX) as two:
         two.initialize(Options(accelerator=simulator.accelerator, device_id=4, transport="local"))
         sides = [
@@ -117,10 +118,12 @@ rows = st.integers(0, ROWS - 1)
 
 
 class TestAnyPlan:
-    """Plans leave the bytes that the reference executor leaves, wherever the sides are."""
+    """Plans between any placements."""
 
     @pytest.mark.parametrize(("src", "dst"), PLACEMENTS)
-    def test_as_the_reference(self, datadist: LlmDataDist, src: Placement, dst: Placement) -> None:
+    def test_execution_moves_the_bytes_of_the_reference(
+        self, datadist: LlmDataDist, src: Placement, dst: Placement
+    ) -> None:
         source = filled(datadist, desc(src), 1, paged=True)
         target = filled(datadist, desc(dst), 2, paged=True)
 

@@ -1,4 +1,4 @@
-"""Device memory that a program has: it is checked to be where the placement says."""
+"""Device memory of a program: kvplan checks that it lies where the placement says."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def datadist(simulator: Controls) -> Iterator[LlmDataDist]:
 
 @pytest.fixture
 def allocate(simulator: Controls, datadist: LlmDataDist) -> Iterator[Allocate]:
-    """Memory as a framework would have it; the addresses of its tensors."""
+    """A function that allocates tensors as a framework would, and returns their addresses."""
     devices: list[Device] = []
     buffers: list[Any] = []
 
@@ -59,7 +59,9 @@ def allocate(simulator: Controls, datadist: LlmDataDist) -> Iterator[Allocate]:
     gc.collect()
 
 
-def test_its_addresses_are_registered(allocate: Allocate, datadist: LlmDataDist) -> None:
+def test_memory_is_registered_by_the_addresses_of_its_tensors(
+    allocate: Allocate, datadist: LlmDataDist
+) -> None:
     addresses = allocate()
     cache = datadist.register_blocks_cache(DEVICE, addresses)
     assert cache.tensor_addrs == tuple(addresses)
@@ -69,10 +71,12 @@ def test_its_addresses_are_registered(allocate: Allocate, datadist: LlmDataDist)
     assert same(datadist.arrays(host, copy=True), contents(1))
     datadist.unregister_cache(cache.cache_id)
     assert datadist.device is not None
-    datadist.device.read(addresses[0], bytearray(10))  # it is the program's, still
+    datadist.device.read(addresses[0], bytearray(10))  # the memory still belongs to the program
 
 
-def test_addresses_alone_will_do(allocate: Allocate, datadist: LlmDataDist) -> None:
+def test_a_cache_without_an_id_is_used_by_its_addresses(
+    allocate: Allocate, datadist: LlmDataDist
+) -> None:
     ad_hoc = Cache(DEVICE, tensor_addrs=tuple(allocate()))
     arrays = contents(1)
     host = Cache(HOST, tensor_addrs=tuple(array.ctypes.data for array in arrays))
@@ -86,7 +90,7 @@ def test_addresses_alone_will_do(allocate: Allocate, datadist: LlmDataDist) -> N
     )
 
 
-def test_memory_that_is_freed_is_found_gone(
+def test_access_to_freed_memory_is_refused(
     allocate: Allocate, datadist: LlmDataDist, simulator: Controls
 ) -> None:
     addresses = allocate()
@@ -97,7 +101,7 @@ def test_memory_that_is_freed_is_found_gone(
         datadist.arrays(ad_hoc, copy=True)
     with refused("LLM_PARAM_INVALID", "tensor 0|address"):
         datadist.copy_cache(ad_hoc, ad_hoc, 0, 1)
-    # A registered cache is the program's word; the device knows better.
+    # Registered addresses are not checked again; the device reports the error.
     with refused(kind_of(simulator).gone, kind_of(simulator).refusal):
         datadist.arrays(registered, copy=True)
 
@@ -105,7 +109,7 @@ def test_memory_that_is_freed_is_found_gone(
 def test_no_bytes_move_after_unregistering(
     allocate: Allocate, datadist: LlmDataDist, simulator: Controls
 ) -> None:
-    """Transfers behind work of the model that ends only then, when the memory may be another's."""
+    """Transfers that wait for compute would otherwise write after the memory has a new owner."""
     addresses = allocate()
     cache = datadist.register_blocks_cache(DEVICE, addresses)
     datadist.write_cache(cache, contents(1))
@@ -130,19 +134,19 @@ def test_no_bytes_move_after_unregistering(
     again = datadist.register_blocks_cache(DEVICE, addresses)
     assert same(datadist.arrays(again, copy=True), contents(1))
     expected = contents(2, HOST)
-    for task in expected:
-        task[5] = task[0]
+    for array in expected:
+        array[5] = array[0]
     assert same(datadist.arrays(host, copy=True), expected)
     datadist.unregister_cache(again.cache_id)
     compute.close()
 
 
 class TestTensors:
-    """What stands in for a framework's: attributes alone, and memory of the simulated device."""
+    """Stand-ins for tensors of a framework, over memory of the simulated device."""
 
     @pytest.fixture
     def own(self, simulator: Controls) -> str:
-        """What torch calls the engine's device."""
+        """The name of the engine's device in torch."""
         return f"{kind_of(simulator).device.tensor_kind}:3"
 
     @staticmethod
@@ -150,7 +154,7 @@ class TestTensors:
         shown = np.zeros(DEVICE.shape, np.uint16)
         return [TorchTensor(shown, None, device, address) for address in addresses]
 
-    def test_are_registered_as_they_are(
+    def test_tensors_are_registered_and_kept_alive(
         self, own: str, allocate: Allocate, datadist: LlmDataDist
     ) -> None:
         addresses = allocate()
@@ -168,7 +172,9 @@ class TestTensors:
         gc.collect()
         assert held() is None
 
-    def test_of_an_extension_of_dlpack(self, allocate: Allocate, datadist: LlmDataDist) -> None:
+    def test_tensors_of_a_dlpack_extension_are_registered(
+        self, allocate: Allocate, datadist: LlmDataDist
+    ) -> None:
         shown = np.zeros(DEVICE.shape, np.uint16)
         tensors = [GpuTensor(shown, item, device=(12, 3)) for item in allocate()]
         cache = datadist.register_blocks_cache(DEVICE, tensors)
@@ -176,7 +182,7 @@ class TestTensors:
         assert same(datadist.arrays(cache, copy=True), contents(1))
 
     @pytest.mark.parametrize("only", ["all", "the first"])
-    def test_read_only_ones_are_not_written(
+    def test_read_only_tensors_are_not_written(
         self, allocate: Allocate, datadist: LlmDataDist, only: str
     ) -> None:
         shown = np.zeros(DEVICE.shape, np.uint16)
@@ -188,7 +194,7 @@ class TestTensors:
         with refused("LLM_PARAM_INVALID", "read-only arrays"):
             datadist.write_cache(cache, contents(1))
 
-    def test_elsewhere_are_refused(
+    def test_tensors_on_another_device_are_refused(
         self, own: str, allocate: Allocate, datadist: LlmDataDist
     ) -> None:
         addresses = allocate()
@@ -211,7 +217,7 @@ class TestTensors:
 
 
 class TestRefused:
-    def test_host_memory_as_the_devices(self, datadist: LlmDataDist) -> None:
+    def test_host_memory_with_device_placement_is_refused(self, datadist: LlmDataDist) -> None:
         arrays = contents(1)
         with refused(
             "LLM_PARAM_INVALID",
@@ -231,25 +237,31 @@ class TestRefused:
                 Cache(DEVICE, -1, tuple(array.ctypes.data for array in arrays)), pinned
             )
 
-    def test_device_memory_as_the_hosts(self, allocate: Allocate, datadist: LlmDataDist) -> None:
+    def test_device_memory_with_host_placement_is_refused(
+        self, allocate: Allocate, datadist: LlmDataDist
+    ) -> None:
         addresses = allocate()
         with refused("LLM_PARAM_INVALID", "tensor 0 at 0x.*memory of device 3, but placement=HOST"):
             datadist.register_cache(HOST, addresses)
         with refused("LLM_PARAM_INVALID", "but placement=HOST needs host memory"):
             datadist.arrays(Cache(HOST, -1, tuple(addresses)), copy=True)
 
-    def test_memory_of_another_device(self, allocate: Allocate, datadist: LlmDataDist) -> None:
+    def test_memory_of_another_device_is_refused(
+        self, allocate: Allocate, datadist: LlmDataDist
+    ) -> None:
         with refused(
             "LLM_PARAM_INVALID", r"memory of another device \(5\), but .* needs memory of device 3"
         ):
             datadist.register_cache(DEVICE, allocate(device_id=5))
 
-    def test_a_range_that_ends_elsewhere(self, allocate: Allocate, datadist: LlmDataDist) -> None:
+    def test_a_range_beyond_its_allocation_is_refused(
+        self, allocate: Allocate, datadist: LlmDataDist
+    ) -> None:
         beyond = CacheDesc(1, (1 << 20,), DataType.DT_INT64)
         with refused("LLM_PARAM_INVALID", "tensor 0|address"):
             datadist.register_cache(beyond, allocate()[:1])
 
-    def test_no_address(self, datadist: LlmDataDist) -> None:
+    def test_invalid_addresses_are_refused(self, datadist: LlmDataDist) -> None:
         with refused("LLM_PARAM_INVALID", r"tensors\[1\]=0"):
             datadist.register_cache(DEVICE, [1, 0, 2])
         with refused("LLM_PARAM_INVALID", "tensor 0|address"):
@@ -266,7 +278,7 @@ def test_a_read_only_cache_is_not_written(allocate: Allocate, datadist: LlmDataD
         datadist.write_cache(cache, contents(1))
 
 
-def test_arrays_are_registered_as_the_hosts(datadist: LlmDataDist) -> None:
+def test_arrays_are_registered_as_host_memory(datadist: LlmDataDist) -> None:
     arrays = contents(1)
     host = datadist.register_blocks_cache(HOST, arrays)
     device = datadist.allocate_blocks_cache(desc(Placement.DEVICE))

@@ -1,4 +1,4 @@
-"""Transfers behind work on a device: the order is kept, and what never comes holds up nothing."""
+"""Transfers that wait for work on a device: order, deadlines and independence."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ CALLS = {
         "query": "cuEventQuery",
     },
 }
-A_WHILE = 20  # milliseconds in which a transfer would be through that comes after nothing
-KEPT = 64  # events that a device has ready, of each kind
+A_WHILE = 20  # milliseconds, in which a transfer that waits for no event would end
+KEPT = 64  # number of ready events that a device keeps, of each kind
 
 
 @pytest.fixture
 def device(simulator: Controls) -> Iterator[Device]:
-    """Number 3 of eight; of what the tests make nothing may be left."""
+    """Device 3 of eight; its users must leave nothing behind."""
     library = AclLibrary if simulator.accelerator == "ascend" else CudaLibrary
     device = library.load().device(3)
     yield device
@@ -92,7 +92,7 @@ def case_of(device: Device, simulator: Controls, way: str, pinned: bool) -> tupl
     return host_backend(ThreadPool(2)), Case(**vars(plan), sides=())
 
 
-def taken(device: Device, compute: Compute) -> Gate:
+def take_point(device: Device, compute: Compute) -> Gate:
     return device.take_event(handle_of(compute.event()))
 
 
@@ -119,10 +119,11 @@ class TestEachWay:
         event = compute.event()
         executor = Executor(backend)
         task = executor.submit(case.descriptors, after=device.take_event(handle_of(event)))
-        compute.destroy(handle_of(event))  # it was taken
+        compute.destroy(handle_of(event))  # the executor has taken the event
         assert_waits(task, case)
         if way.startswith("host"):
-            case.source[:] = 7  # by the program, which knows that the work has not come so far
+            # Written by the program, which knows that the work has not got so far.
+            case.source[:] = 7
         compute.release()
         assert task.wait(FOREVER).status == KVN_OK
         case.assert_moved()
@@ -134,45 +135,45 @@ class TestEachWay:
         backend, case = case_of(device, simulator, way, pinned)
         executor = Executor(backend)
         compute.hold()
-        task = executor.submit(case.descriptors, after=taken(device, compute))
+        task = executor.submit(case.descriptors, after=take_point(device, compute))
         report = task.wait(A_WHILE)
         assert (report.status, report.unconfirmed) == (KVN_TIMEOUT, ((0, len(SIZES)),))
         assert report.message.startswith("the deadline passed: 0 of ")
         compute.release()
         compute.wait()
         assert (case.target == UNTOUCHED).all()
-        for after in (None, taken(device, compute)):
+        for after in (None, take_point(device, compute)):
             assert_moves(executor, case, after)
 
-    def test_cancelled_behind_an_event_that_never_comes(
+    def test_a_transfer_behind_an_event_that_never_comes_is_cancelled(
         self, device: Device, simulator: Controls, compute: Compute, way: str, pinned: bool
     ) -> None:
         backend, case = case_of(device, simulator, way, pinned)
         executor = Executor(backend)
         compute.hold()
-        tasks = [executor.submit(case.descriptors, after=taken(device, compute)) for _ in "ab"]
+        tasks = [executor.submit(case.descriptors, after=take_point(device, compute)) for _ in "ab"]
         assert [task.cancel().status for task in tasks[::-1]] == [KVN_CANCELLED] * 2
         compute.release()
         compute.wait()
         assert (case.target == UNTOUCHED).all()
-        assert_moves(executor, case, taken(device, compute))
+        assert_moves(executor, case, take_point(device, compute))
 
-    def test_others_do_not_stand_behind_it(
+    def test_transfers_without_an_event_do_not_wait_for_others(
         self, device: Device, simulator: Controls, compute: Compute, way: str, pinned: bool
     ) -> None:
         backend, case = case_of(device, simulator, way, pinned)
         executor = Executor(backend)
         compute.hold()
-        held = executor.submit(case.descriptors, after=taken(device, compute))
+        held = executor.submit(case.descriptors, after=take_point(device, compute))
         _, other = case_of(device, simulator, way, pinned)
-        for _ in range(5):  # more than a direction has channels
+        for _ in range(5):  # more than the channels of one direction
             assert_moves(executor, other)
         assert_waits(held, case)
         executor.close(cancel=True)
         assert held.report.status == KVN_CANCELLED
         compute.release()  # before memory is freed: CUDA waits for all work of the context
 
-    def test_others_do_not_stand_behind_their_event(
+    def test_transfers_with_another_event_do_not_wait_for_others(
         self, device: Device, simulator: Controls, compute: Compute, way: str, pinned: bool
     ) -> None:
         backend, held = case_of(device, simulator, way, pinned)
@@ -180,10 +181,10 @@ class TestEachWay:
         executor = Executor(backend)
         other = compute_on(simulator)
         compute.hold()
-        point = taken(device, compute)
-        for _ in range(6):  # more than there are streams for such
+        point = take_point(device, compute)
+        for _ in range(6):  # more than the streams that wait for events
             executor.submit(held.descriptors, after=point)
-            assert_moves(executor, moved, taken(device, other))
+            assert_moves(executor, moved, take_point(device, other))
         executor.close(cancel=True)
         other.close()
         compute.release()  # before memory is freed: CUDA waits for all work of the context
@@ -199,11 +200,11 @@ ISSUES = {
 def test_the_device_keeps_the_order(
     device: Device, simulator: Controls, compute: Compute, sim_log: Log, way: str
 ) -> None:
-    """The copies are on a stream before the event comes, and nothing is issued after it."""
+    """The copies are on a stream before the event, so the executor issues nothing after it."""
     backend, case = case_of(device, simulator, way, pinned=True)
     issues = ISSUES[simulator.accelerator]
     compute.hold()
-    point = taken(device, compute)
+    point = take_point(device, compute)
     sim_log.restart()
     task = Executor(backend).submit(case.descriptors, after=point)
     wait_until(lambda: bool(sim_log.calls(*issues)))
@@ -216,7 +217,7 @@ def test_the_device_keeps_the_order(
 
 
 class TestPoints:
-    def test_a_stream_stands_for_all_work_that_was_issued(
+    def test_a_point_of_a_stream_covers_all_work_issued_before(
         self, device: Device, simulator: Controls, compute: Compute
     ) -> None:
         backend, case = case_of(device, simulator, "device_to_device", pinned=True)
@@ -227,11 +228,11 @@ class TestPoints:
         task = Executor(backend).submit(case.descriptors, after=point)
         assert_waits(task, case)
         compute.release()
-        assert task.wait(FOREVER).status == KVN_OK  # though the stream is held again
+        assert task.wait(FOREVER).status == KVN_OK  # although the stream is held again
         assert (case.target[case.target != UNTOUCHED] == 9).all()
         compute.release()
 
-    def test_an_event_that_is_recorded_again(
+    def test_an_event_that_is_recorded_again_keeps_its_first_point(
         self, device: Device, simulator: Controls, compute: Compute
     ) -> None:
         backend, case = case_of(device, simulator, "host", pinned=True)
@@ -245,52 +246,55 @@ class TestPoints:
         compute.release()
         assert task.wait(FOREVER).status == KVN_OK
 
-    def test_several_transfers_after_one(
+    def test_several_transfers_wait_for_one_event(
         self, device: Device, simulator: Controls, compute: Compute
     ) -> None:
         ways = [case_of(device, simulator, *way) for way in WAYS]
         compute.hold()
-        point = taken(device, compute)
+        point = take_point(device, compute)
         tasks = [Executor(backend).submit(case.descriptors, after=point) for backend, case in ways]
         for task, (_, case) in zip(tasks, ways, strict=True):
             assert_waits(task, case)
         compute.release()
         assert {task.wait(FOREVER).status for task in tasks} == {KVN_OK}
 
-    def test_work_that_was_done_before(
+    def test_a_point_of_finished_work_delays_nothing(
         self, device: Device, simulator: Controls, compute: Compute
     ) -> None:
-        point = taken(device, compute)
+        point = take_point(device, compute)
         compute.wait()
         for way, pinned in WAYS:
             backend, case = case_of(device, simulator, way, pinned)
             assert_moves(Executor(backend), case, point)
 
-    def test_independent_ones_come_in_any_order(
+    def test_independent_transfers_end_in_any_order(
         self, device: Device, simulator: Controls, compute: Compute
     ) -> None:
         backend, case = case_of(device, simulator, "host", pinned=True)
         executor = Executor(backend)
         compute.hold()
-        held = executor.submit(case.descriptors, after=taken(device, compute))
+        held = executor.submit(case.descriptors, after=take_point(device, compute))
         assert held.held
         other = compute_on(simulator)
         _, second = case_of(device, simulator, "host", pinned=True)
-        assert_moves(executor, second, taken(device, other))
+        assert_moves(executor, second, take_point(device, other))
         other.close()
         assert held.held
         compute.release()
         assert held.wait(FOREVER).status == KVN_OK
         assert not held.held
 
-    def test_one_that_was_given_up_holds_up_no_later_one(
+    def test_an_abandoned_point_does_not_delay_later_ones(
         self, device: Device, simulator: Controls, compute: Compute
     ) -> None:
-        """What it was taken with waits on the device, and is not used again before it is there."""
+        """The event and stream of an abandoned point still wait on the device.
+
+        So they must not be reused yet.
+        """
         backend, case = case_of(device, simulator, "host", pinned=True)
         executor = Executor(backend)
         compute.hold()
-        for way in (taken, lambda *of: device.take_stream(of[1].handle)):
+        for way in (take_point, lambda *of: device.take_stream(of[1].handle)):
             given_up = way(device, compute)
             del given_up
             other = compute_on(simulator)
@@ -298,12 +302,12 @@ class TestPoints:
             other.close()
         compute.release()
 
-    def test_they_are_used_again(
+    def test_points_are_reused(
         self, device: Device, simulator: Controls, compute: Compute, sim_log: Log
     ) -> None:
         backend, case = case_of(device, simulator, "device_to_device", pinned=True)
         executor = Executor(backend)
-        point = taken(device, compute)
+        point = take_point(device, compute)
         assert_moves(executor, case, point)
         del point
         sim_log.restart()
@@ -313,10 +317,10 @@ class TestPoints:
         assert not sim_log.calls("aclrtCreateStream", "cuStreamCreate")
         assert len(sim_log.calls("aclrtCreateEventExWithFlag", "cuEventCreate")) <= 2
 
-    def test_as_many_as_were_given_up_at_once_are_not_kept(
+    def test_only_a_bounded_number_of_abandoned_points_is_kept(
         self, device: Device, simulator: Controls, compute: Compute
     ) -> None:
-        """Each is an event on the device, and a stream, which would be there until the end."""
+        """Each point is an event on the device, and a stream, which would stay until the end."""
         event = handle_of(compute.event())
         compute.hold()
         compute.record(event)
@@ -331,15 +335,17 @@ class TestPoints:
         assert kept["events"] - before["events"] <= 2 * KEPT
         assert kept["streams"] - before["streams"] <= KEPT
 
-    def test_many_at_once(self, device: Device, simulator: Controls, compute: Compute) -> None:
-        """None takes part in the order of the others."""
+    def test_many_events_are_independent_of_each_other(
+        self, device: Device, simulator: Controls, compute: Compute
+    ) -> None:
+        """Each event is independent of the order of the others."""
         backend, _ = case_of(device, simulator, "host", pinned=True)
         executor = Executor(backend)
         cases = [case_of(device, simulator, "host", pinned=True)[1] for _ in range(40)]
         tasks = []
         for case in cases:
             compute.hold()
-            tasks.append(executor.submit(case.descriptors, after=taken(device, compute)))
+            tasks.append(executor.submit(case.descriptors, after=take_point(device, compute)))
         for task in tasks[1::2]:
             assert task.cancel().status == KVN_CANCELLED
         for _ in cases:
@@ -350,21 +356,21 @@ class TestPoints:
 
 
 class TestLayers:
-    def test_an_event_that_is_ready_needs_no_wait(
+    def test_layers_behind_finished_work_reuse_one_event(
         self, device: Device, simulator: Controls, compute: Compute
     ) -> None:
         backend, case = case_of(device, simulator, "host", pinned=True)
         task = Executor(backend).layered(case.descriptors, 1)
-        assert task.open(0, taken(device, compute))
+        assert task.open(0, take_point(device, compute))
         counts = set()
         for _ in range(10):
             assert not task.open(0, device.take_stream(compute.handle))
             compute.wait()
             counts.add(simulator.left()["events"])
-        assert len(counts) == 1  # one, used again
+        assert len(counts) == 1  # a single event is reused
         task.cancel()
 
-    def test_a_failure_ends_those_whose_event_has_not_come(
+    def test_a_failure_ends_layers_whose_event_is_pending(
         self, device: Device, simulator: Controls, compute: Compute
     ) -> None:
         host, case = case_of(device, simulator, "host", pinned=True)
@@ -372,7 +378,7 @@ class TestLayers:
         for failing in (1, 3):
             task = Executor(fail_at(host, failing)).layered(case.descriptors, 1)
             for layer in (0, 2):
-                task.open(layer, taken(device, compute))
+                task.open(layer, take_point(device, compute))
             task.open(failing)
             report = task.wait(FOREVER, give_up=False)
             assert (report.status, report.failed) == (KVN_FAILED, failing)
@@ -383,8 +389,8 @@ class TestLayers:
 
 
 class TestFailures:
-    @only_ascend  # CUDA may break
-    def test_an_event_that_was_destroyed(self, device: Device, compute: Compute) -> None:
+    @only_ascend  # CUDA may crash
+    def test_a_destroyed_event_is_refused(self, device: Device, compute: Compute) -> None:
         event = handle_of(compute.event())
         compute.destroy(event)
         with pytest.raises(DeviceError, match="aclrtStreamWaitEvent: 107017"):
@@ -395,29 +401,31 @@ class TestFailures:
             with pytest.raises((ValueError, OverflowError), match="handle"):
                 device.take_event(handle)
 
-    @only_ascend  # CUDA may break
-    def test_a_stream_of_another_device(self, simulator: Controls, device: Device) -> None:
+    @only_ascend  # CUDA may crash
+    def test_a_stream_of_another_device_is_refused(
+        self, simulator: Controls, device: Device
+    ) -> None:
         other = compute_on(simulator, device.id + 1)
         with pytest.raises(DeviceError, match="aclrtRecordEvent: 107003"):
             device.take_stream(other.npu_stream)
         other.close()
 
-    @pytest.mark.parametrize("what", ["event", "stream", "wait", "record"])
-    def test_no_event_can_be_made(
-        self, device: Device, simulator: Controls, compute: Compute, what: str
+    @pytest.mark.parametrize("step", ["event", "stream", "wait", "record"])
+    def test_a_failed_call_for_a_point_is_reported_and_repeatable(
+        self, device: Device, simulator: Controls, compute: Compute, step: str
     ) -> None:
-        failing = CALLS[simulator.accelerator][what]
+        failing = CALLS[simulator.accelerator][step]
         event = handle_of(compute.event())
         simulator.add_fault(f"{failing}:1=2")
         with pytest.raises(DeviceError, match=rf"{failing}: 2\b"):
             device.take_event(event)
         device.take_event(event)
 
-    def test_an_event_that_cannot_be_queried(
+    def test_a_failed_query_of_an_event_ends_the_transfer(
         self, device: Device, simulator: Controls, compute: Compute
     ) -> None:
         backend, case = case_of(device, simulator, "host", pinned=True)
-        point = taken(device, compute)
+        point = take_point(device, compute)
         call = CALLS[simulator.accelerator]["query"]
         simulator.add_fault(f"{call}:1=2")
         report = Executor(backend).submit(case.descriptors, after=point).wait(FOREVER)
@@ -425,26 +433,26 @@ class TestFailures:
         assert report.message.startswith(f"the event that it comes after: {call}: 2")
         assert (case.target == UNTOUCHED).all()
 
-    @only_ascend  # on CUDA it is waited for
-    def test_an_event_that_cannot_be_ordered_behind(
+    @only_ascend  # CUDA waits for the event instead
+    def test_a_failed_wait_for_an_event_ends_the_transfer(
         self, device: Device, simulator: Controls, compute: Compute
     ) -> None:
         backend, case = case_of(device, simulator, "device_to_device", pinned=True)
         executor = Executor(backend)
-        point = taken(device, compute)
+        point = take_point(device, compute)
         simulator.add_fault("aclrtStreamWaitEvent:1=507899")
         report = executor.submit(case.descriptors, after=point).wait(FOREVER)
         assert "aclrtStreamWaitEvent: 507899" in report.message
         assert (case.target == UNTOUCHED).all()
         assert_moves(executor, case, point)
 
-    def test_a_forked_child_has_no_part_in_them(
+    def test_tasks_and_devices_are_refused_in_a_forked_child(
         self, device: Device, simulator: Controls, compute: Compute
     ) -> None:
         backend, case = case_of(device, simulator, "host", pinned=True)
         executor = Executor(backend)
         compute.hold()
-        task = executor.submit(case.descriptors, after=taken(device, compute))
+        task = executor.submit(case.descriptors, after=take_point(device, compute))
         child = os.fork()
         if child == 0:
             try:

@@ -1,4 +1,4 @@
-"""Gathers that come after a model's compute: from several caches of another engine, one event."""
+"""Gathers from several caches of another engine that wait for one event of a model's compute."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvplan import (
 )
 from tests.device.compute import handle_of
 from tests.device.engines import NUM_TENSORS
-from tests.device.pair import A_WHILE, FOREVER, Pair, row, still
+from tests.device.pair import A_WHILE, FOREVER, Pair, row, still_pending
 from tests.support.refusals import refused
 
 WHOLE = CacheDesc(
@@ -37,17 +37,17 @@ WHOLE = CacheDesc(
     kv_tensor_format="block token head dim",
     shard=Shard(num_layers=NUM_TENSORS),
 )
-"""Of a model whose gathered parts are layers of it."""
+"""A model's cache; each source of the gather is one layer of it."""
 ARRIVED = [[number + 1] for number in range(NUM_TENSORS)]
-LIMIT_MS = 2000  # of which a busy machine spends less between two steps
+LIMIT_MS = 2000  # long enough for a busy machine to get from one step to the next
 DEADLINE_S = 30
 COMPUTED = [[row(9)]] * NUM_TENSORS
 
 
 class Gathered:
-    """Gathers by the prefill, whose blocks 5 and 6 its compute still works on.
+    """Gathers into blocks 5 and 6 of the prefill's cache, which its compute still writes.
 
-    Each layer is a source: a cache of its own at the decode.
+    Each layer is a source: a cache of its own in the decode engine.
     """
 
     def __init__(self, linked: Pair) -> None:
@@ -68,7 +68,7 @@ class Gathered:
         return self.pair.prefill.submit(self.transfer(dst or self.mine), **more)
 
     def can_be_planned(self) -> bool:
-        """Return whether all sources are there, as far as their peer knows."""
+        """Return True if all sources exist, as far as the prefill knows."""
         try:
             self.pair.prefill.plan(self.transfer(self.mine))
         except GatherError:
@@ -80,7 +80,7 @@ class Gathered:
         return Transfer([Rows(source, [0, 3]) for source in self.sources], Rows(dst, [6, 5]))
 
     def found(self, cache: Cache | None = None) -> list[list[int]]:
-        """What blocks 5 and 6 hold, by tensor."""
+        """Return the values in blocks 5 and 6 of each tensor."""
         tensors = self.pair.prefill.arrays(cache or self.mine, copy=True)
         return [np.unique(tensor[[5, 6]]).tolist() for tensor in tensors]
 
@@ -89,43 +89,43 @@ class Gathered:
         self.pair.compute.wait()
 
 
-def test_each_source_comes_after_it(linked: Pair) -> None:
+def test_each_source_waits_for_the_event(linked: Pair) -> None:
     gathered = Gathered(linked)
     event = linked.compute.event()
     task = gathered.submit(after=event)
     linked.compute.destroy(handle_of(event))
     assert len(task.tasks) == NUM_TENSORS
-    assert all(still(task) for task in task.tasks.values())
+    assert all(still_pending(task) for task in task.tasks.values())
     assert gathered.found() == [[0]] * NUM_TENSORS
     linked.compute.release()
     task.wait(FOREVER)
-    assert gathered.found() == ARRIVED  # none came before what was computed there
+    assert gathered.found() == ARRIVED  # each source arrived after the compute
 
 
-def test_groups_come_after_it(linked: Pair) -> None:
+def test_groups_wait_for_the_event(linked: Pair) -> None:
     gathered = Gathered(linked)
     other = linked.prefill.allocate_blocks_cache(WHOLE)
     groups = {"one": gathered.transfer(gathered.mine), "two": gathered.transfer(other)}
     task = linked.prefill.submit(groups, after=linked.compute)
-    assert still(task)
+    assert still_pending(task)
     assert gathered.found(other) == [[0]] * NUM_TENSORS
     linked.compute.release()
     task.wait(FOREVER)
     assert gathered.found() == gathered.found(other) == ARRIVED
 
 
-def test_more_sources_than_streams_that_wait(linked: Pair) -> None:
+def test_more_sources_than_waiting_streams_arrive(linked: Pair) -> None:
     gathered = Gathered(linked)
     caches = [linked.prefill.allocate_blocks_cache(WHOLE) for _ in range(3)]
     tasks = [gathered.submit(dst=cache, after=linked.compute) for cache in caches]
-    assert all(still(task) for task in tasks)
+    assert all(still_pending(task) for task in tasks)
     linked.compute.release()
     for task in tasks:
         task.wait(FOREVER)
     assert [gathered.found(cache) for cache in caches] == [ARRIVED] * 3
 
 
-def test_the_deadline_of_an_event_that_never_comes(linked: Pair) -> None:
+def test_a_gather_behind_an_event_that_never_comes_times_out(linked: Pair) -> None:
     gathered = Gathered(linked)
     task = gathered.submit(after=linked.compute)
     with pytest.raises(GatherError, match="3 of 3 sources failed") as caught:
@@ -139,8 +139,8 @@ def test_the_deadline_of_an_event_that_never_comes(linked: Pair) -> None:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_the_limit_of_a_call_begins_with_it(linked: Pair, several: bool) -> None:
-    """A hook takes all of the time: what then waits for compute fails without as long again."""
+def test_the_time_limit_of_a_call_includes_its_hooks(linked: Pair, several: bool) -> None:
+    """The hook uses up the time limit, so the wait for compute must fail without a second limit."""
     ended = linked.prefill.completions()
     gathered = Gathered(linked)
     desc = replace(WHOLE, num_tensors=1, shard=Shard(range(1), num_layers=NUM_TENSORS))
@@ -159,16 +159,18 @@ def test_the_limit_of_a_call_begins_with_it(linked: Pair, several: bool) -> None
     with refused(LLMStatusCode.LLM_TIMEOUT):
         linked.prefill.run(transfer, after=linked.compute, timeout_ms=LIMIT_MS)
     assert perf_counter() - shown[-1] < LIMIT_MS / 1000
-    assert not len(ended)  # the call has raised it
+    assert not len(ended)  # the call has raised the error
     remove()
     gathered.release()
     assert gathered.found() == COMPUTED
+    gathered.submit().wait(FOREVER)  # a renewal would wait for a peer that ends meanwhile
+    assert gathered.found() == ARRIVED
 
 
 def test_a_gather_behind_an_event_is_cancelled(linked: Pair) -> None:
     gathered = Gathered(linked)
     task = gathered.submit(after=linked.compute)
-    assert still(task)
+    assert still_pending(task)
     task.cancel()
     assert task.done
     with pytest.raises(GatherError, match="3 of 3 sources failed"):
@@ -177,26 +179,26 @@ def test_a_gather_behind_an_event_is_cancelled(linked: Pair) -> None:
     assert gathered.found() == COMPUTED
 
 
-def test_a_source_that_was_freed_meanwhile(linked: Pair) -> None:
+def test_a_source_that_was_freed_meanwhile_fails_alone(linked: Pair) -> None:
     gathered = Gathered(linked)
     task = gathered.submit(after=linked.compute)
     linked.decode.deallocate_cache(gathered.caches[1])
-    assert still(task)
+    assert still_pending(task)
     gathered.release()
     with pytest.raises(GatherError, match=r"sources\[1\] ") as caught:
         task.wait(FOREVER)
     assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
     assert [*caught.value.failed] == [1]
-    # Each other one came whole, or was stopped for that.
+    # Each other source arrived whole, or was stopped because of the failure.
     for index, found in enumerate(gathered.found()):
         assert found == ARRIVED[index] or index in {1, *caught.value.stopped}
 
 
-def test_a_source_that_is_refused(linked: Pair) -> None:
+def test_a_freed_source_is_refused(linked: Pair) -> None:
     gathered = Gathered(linked)
     linked.decode.deallocate_cache(gathered.caches.pop())
     deadline = perf_counter() + DEADLINE_S
-    while gathered.can_be_planned():  # until the peer knows
+    while gathered.can_be_planned():  # until the prefill has learned it
         assert perf_counter() < deadline
     with pytest.raises(GatherError, match=r"sources\[2\] ") as caught:
         gathered.submit(after=linked.compute)

@@ -1,4 +1,4 @@
-"""What is confirmed and failed, what is interrupted, which events are kept: only C sees it."""
+"""C tests of the device code: outcomes, interrupts and kept events, which only C can observe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from tests.support.compiled import compiled
         ("shards", "refused_behind_an_event"),
     ],
 )
-def test_device(tmp_path_factory: pytest.TempPathFactory, source: str, name: str) -> None:
+def test_the_parts_in_c_pass_their_checks(
+    tmp_path_factory: pytest.TempPathFactory, source: str, name: str
+) -> None:
     others = ("device/channel.c",) if source == "events" else ()
     folder = tmp_path_factory.mktemp(source)
     compiled(folder, f"tests/device/{source}_main.c", *others)(name)

@@ -31,5 +31,5 @@ def registry(transport: LocalTransport, changes: list[list[int]]) -> Iterator[Ca
     made = CacheRegistry((transport,), options, lambda: changes.append(list(made.survey(dict))))
     yield made
     made.close()
-    # After any test, nothing may be offered any more.
+    # After each test, no memory may be offered any more.
     assert transport.metadata() == transport.metadata([])

@@ -1,4 +1,4 @@
-"""A program that interrupts one call of an engine at each place, and prints what is left, as JSON.
+"""A program that interrupts a call of an engine at each place, and prints the leftovers, as JSON.
 
 Args: the call; the number of places from one interrupt to the next.
 """
@@ -72,7 +72,8 @@ def main(call: str, distance: str) -> None:
     function = {value.__name__: value for value in (allocate, register, record, lease, initialize)}[
         call
     ]
-    function()  # first without interrupts: it loads modules, and starts threads of the process
+    # first without interrupts: the call loads modules, and starts threads of the process
+    function()
     before, errors = Held.now(), Counter[str]()
     registered = registrations(engine)
     interrupts = Interrupts(INSIDE, step)

@@ -1,4 +1,4 @@
-"""Arrays over a cache: its bytes, its shape, its memory for as long as they live."""
+"""Arrays over a cache: its bytes, its shape, and its memory as long as they live."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .caches import SLOTS, free_nbytes
 from .conftest import POOL
 
 
-def test_they_view_the_memory(registry):
+def test_arrays_view_the_memory(registry):
     desc = CacheDesc(2, (3, 5), DataType.DT_FLOAT16)
     given = [np.zeros(desc.shape, np.float16) for _ in range(2)]
     entry = registry.register(desc, given, paged=False)
@@ -25,7 +25,15 @@ def test_they_view_the_memory(registry):
     assert [(a.shape, a.dtype) for a in arrays] == [((3, 5), np.dtype(np.float16))] * 2
 
 
-def test_they_keep_the_memory(registry):
+@pytest.mark.parametrize("order", "<>")
+def test_numbers_are_written_in_any_byte_order(registry, order):
+    entry = registry.allocate(desc := CacheDesc(1, (3, 2), DataType.DT_FLOAT), paged=False)
+    numbers = np.arange(6).reshape(3, 2)
+    write_tensors(desc, entry.memory, [numbers.astype(f"{order}f4")])
+    assert (tensor_arrays(desc, entry.memory)[0] == numbers).all()
+
+
+def test_arrays_keep_the_memory(registry):
     arrays = tensor_arrays(SLOTS, registry.allocate(SLOTS, paged=False).memory)
     view = arrays[1][2:].reshape(-1)
     view[:] = 7
@@ -65,7 +73,7 @@ def test_read_only_memory_gives_read_only_arrays():
         ("DT_FLOAT6_E3M2", "uint8"),
     ],
 )
-def test_types(name, twin):
+def test_arrays_have_the_type_of_the_cache(name, twin):
     assert numpy_dtype(DataType[name]) == np.dtype(twin)
 
 
@@ -88,7 +96,7 @@ def test_a_row_of_packed_elements_is_flat():
 
 
 def test_a_cache_that_is_unregistered_meanwhile_is_neither_read_nor_written(registry):
-    """The call has found the cache before it is unregistered."""
+    """The call has found the cache before another thread unregisters it."""
     given = [np.zeros(SLOTS.shape, numpy_dtype(SLOTS.data_type)) for _ in range(SLOTS.num_tensors)]
     entry = registry.register(SLOTS, given, paged=False)
     registry.unregister(1)

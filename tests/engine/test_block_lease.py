@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy, deepcopy
 from dataclasses import FrozenInstanceError, replace
 from pickle import dumps, loads
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvplan import BlockLease, LLMException
 from kvplan.lease import LeaseWord, _digest
+from kvplan.planning.blocks import RequestBlocks
 from tests.engine.caches import LEASE
 from tests.support.refusals import refused
 
@@ -46,7 +49,7 @@ def test_written_bytes_are_read_back(lease: BlockLease) -> None:
 
 
 @pytest.mark.parametrize("largest", [0, 2**16 - 1, 2**16, 2**32 - 1, 2**32, 2**63 - 1])
-def test_it_is_a_value(largest: int) -> None:
+def test_a_lease_is_a_value(largest: int) -> None:
     words = LeaseWord("tcp", 2**32 - 1, 2**64 - 1), LeaseWord("local", 0, 0)
     lease = replace(LEASE, blocks=(3, largest), words=words, tokens=5)
     assert (lease.blocks, lease.words) == ((3, largest), words)
@@ -70,10 +73,42 @@ def test_words_by_transport() -> None:
     assert lease.places() == [("tcp", (5, 7)), ("local", (70_000, 9))]
 
 
-def test_the_blocks_that_are_named() -> None:
+class Tensor:
+    """A host tensor, as torch's: each element is a tensor, and is hashed as an object."""
+
+    def __init__(self, values: object) -> None:
+        self._values = np.asarray(values)
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        return self._values
+
+    def __index__(self) -> int:
+        return int(self._values)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(Tensor, self._values)
+
+
+def test_blocks_may_be_named_by_tensors() -> None:
+    given: Any
+    for given in (Tensor([2, 5]), [Tensor(2), Tensor(5)]):
+        assert LEASE.named("src_blocks", given) == [2, 5]
+        moved = replace(LEASE, blocks=(5, 3, 900), moves=1)
+        assert moved.places_of("src_blocks", LEASE, given) == [3, 5]
+    with refused("LLM_PARAM_INVALID", r"src_blocks\[1\]=3 is not a block of lease 17"):
+        LEASE.named("src_blocks", cast(Any, Tensor([5, 3])))
+    for given in (np.array([[5], [2]]), [[5]], Tensor([[5]])):
+        with pytest.raises(TypeError, match="src_blocks must be "):
+            LEASE.named("src_blocks", given)
+
+
+def test_named_blocks_are_checked() -> None:
     assert LEASE.named("src_blocks", None) == (5, 2, 900)
     for table in ([2], (900, 5), np.array([2, 5]), []):
-        assert LEASE.named("src_blocks", table) is table
+        named = LEASE.named("src_blocks", table)
+        assert named == [*table]
+        assert named is not table  # another thread may change the table after the check
+    assert type(LEASE.named("src_blocks", RequestBlocks((2, 5)))) is RequestBlocks
     for wrong in ([5, 3], np.array([5, 3])):
         with refused("LLM_PARAM_INVALID", r"src_blocks\[1\]=.*3.* is not a block of lease 17"):
             LEASE.named("src_blocks", wrong)
@@ -81,7 +116,7 @@ def test_the_blocks_that_are_named() -> None:
         LEASE.named("src_blocks", 5)  # type: ignore[arg-type]
 
 
-def test_it_is_small() -> None:
+def test_an_encoded_lease_is_small() -> None:
     words = tuple(LeaseWord(name, 2**24, 2**63) for name in ("local", "tcp", "ucx", "hccl"))
     largest = replace(
         LEASE, cluster_id=2**64 - 1, lease_id=2**63, tag="x" * 64, words=words, blocks=()
@@ -90,7 +125,7 @@ def test_it_is_small() -> None:
     assert len(replace(LEASE, blocks=tuple(range(10_000))).to_bytes()) < 30_200
 
 
-def test_cut_or_changed() -> None:
+def test_a_cut_or_changed_lease_is_refused() -> None:
     whole = LEASE.to_bytes()
     for bit in range(8 * len(whole)):
         changed = bytearray(whole)
@@ -107,7 +142,7 @@ def test_cut_or_changed() -> None:
 
 
 @given(st.binary(max_size=80))
-def test_forged(body: bytes) -> None:
+def test_a_forged_lease_is_refused(body: bytes) -> None:
     """Any body may follow a valid digest."""
     with refused("LLM_PARAM_INVALID", "not a lease"):
         BlockLease.from_bytes(_digest(body) + body)
@@ -135,6 +170,6 @@ def test_forged(body: bytes) -> None:
         ("words", (LeaseWord("local", 1, 2**64),), ValueError),
     ],
 )
-def test_impossible_fields(field: str, value: object, error: type[Exception]) -> None:
+def test_impossible_fields_are_refused(field: str, value: object, error: type[Exception]) -> None:
     with pytest.raises(error):
         replace(LEASE, **{field: value})

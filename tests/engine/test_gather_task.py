@@ -11,13 +11,29 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
-from kvplan import GatherError, GatherTask, LayerGatherTask, LLMException, LLMStatusCode
-from kvplan.engine.gather import GatherNotices
+from kvplan import (
+    CacheDesc,
+    DataType,
+    GatherError,
+    GatherTask,
+    HostMemory,
+    LayerGatherTask,
+    LLMException,
+    LLMStatusCode,
+    Rows,
+    Transfer,
+    Transfers,
+    plan,
+)
+from kvplan.engine.gather import GatherNotices, Several
 from kvplan.execution.awaitable import AwaitableTask
+from kvplan.execution.completion import Tracker
 from kvplan.execution.task import TransferTask
 from tests.support.refusals import refused
+from tests.support.wrappers import fail_at
 
 WAIT_S = 20  # for events that happen at once
 LONG_MS = 600_000
@@ -26,7 +42,7 @@ LOST = LLMException("no link", status_code=LLMStatusCode.LLM_LINK_FAILED)
 
 
 class Source(AwaitableTask):
-    """One of several transfers. A slow one continues for a moment after it is cancelled."""
+    """A transfer of several. A slow one continues for a moment after it is cancelled."""
 
     def __init__(self, *, slow: bool = False) -> None:
         super().__init__()
@@ -86,7 +102,7 @@ class Late(Source):
         return True
 
 
-def test_the_time_of_one_wait_is_missing_for_the_next() -> None:
+def test_the_time_of_one_wait_counts_for_the_next() -> None:
     sources = [Late(20) for _ in range(3)]
     assert gather(*sources).wait_done(LONG_MS)
     assert sources[0].limit_ms <= LONG_MS
@@ -94,24 +110,24 @@ def test_the_time_of_one_wait_is_missing_for_the_next() -> None:
     assert 0 < sources[2].limit_ms <= LONG_MS - 40
 
 
-@pytest.mark.parametrize("how", ["wait", "await", "settled"])
+@pytest.mark.parametrize("way", ["wait", "await", "settled"])
 @pytest.mark.parametrize("order", [*permutations(range(3))])
-def test_a_failure_stops_the_others_however_it_is_found(order: tuple[int, ...], how: str) -> None:
-    """One source has ended, the next one fails, and the last one would never end."""
+def test_a_failure_stops_the_others_however_it_is_found(order: tuple[int, ...], way: str) -> None:
+    """A source has ended, the next one fails, and the last one would never end."""
     sources = [Source() for _ in range(3)]
     moved, victim, other = order
     outcomes: list[BaseException | None] = []
     task = gather(*sources, on_outcome=outcomes.append)
     settled = Event()
-    if how != "wait":
+    if way != "wait":
         task.when_settled(settled.set)
     sources[moved].end()
     sources[victim].end(LOST)
-    if how != "wait":
+    if way != "wait":
         assert settled.wait(WAIT_S)
 
     def learn() -> None:
-        if how == "await":
+        if way == "await":
             asyncio.run(task.coroutine())
         else:
             task.wait()
@@ -160,7 +176,26 @@ def test_a_source_that_cannot_begin_leaves_none_in_flight(victim: int) -> None:
     assert [*error.value.stopped] == [*range(victim)]
 
 
-def test_a_gather_of_nothing_has_ended() -> None:
+def test_a_loop_over_settled_finds_the_end_without_other_calls() -> None:
+    """No other call follows the task, so the loop must also stop the others after a failure."""
+    sources = [Source(), Source()]
+    task = gather(*sources)
+    for source in sources:
+        assert not task.settled
+        source.end()
+    assert task.settled
+    sources = [Source(), Source()]
+    task = gather(*sources)
+    assert not task.settled
+    sources[0].end(LOST)
+    assert sources[1].told.wait(WAIT_S)
+    with pytest.raises(GatherError):
+        task.wait()
+    assert task.settled
+    assert gather().settled
+
+
+def test_an_empty_gather_has_ended() -> None:
     task, settled = gather(), Event()
     assert task.done
     task.when_settled(settled.set)
@@ -186,7 +221,7 @@ def test_a_layer_is_ready_in_each_pair_that_has_it(local: str) -> None:
         )
         task.tasks[number] = pair
     assert task.layers == (0, 1, 2, 3, 4, 5)
-    for wrong in ("2", 2.0, True):  # as one source refuses them
+    for wrong in ("2", 2.0, True):  # each source refuses these, too
         with pytest.raises(TypeError, match="layer="):
             task.ready(cast(int, wrong))
     for layer in range(6):
@@ -202,8 +237,8 @@ def test_a_layer_is_ready_in_each_pair_that_has_it(local: str) -> None:
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-def test_a_peer_that_takes_no_notice_is_an_error_if_its_bytes_would_move(is_held: bool) -> None:
-    """Its link is ending: an operation that holds the link moves, one that does not is refused."""
+def test_a_failed_notification_is_an_error_if_bytes_would_move(is_held: bool) -> None:
+    """Its link is ending: an operation that holds the link moves, another is refused."""
     notices, link = GatherNotices(cast(Any, None), "gather_blocks", {"notify": b"done"}), object()
     notice = SimpleNamespace(hold=Mock(side_effect=LOST))
     notices._new = cast(Any, lambda **_: notice)
@@ -216,3 +251,45 @@ def test_a_peer_that_takes_no_notice_is_an_error_if_its_bytes_would_move(is_held
     with refused(LLMStatusCode.LLM_LINK_FAILED) if is_held else nullcontext():
         notices.add([cast(Any, operation)])
     assert notice.hold.call_args.args == (link,)
+
+
+class Peers(nullcontext[None]):
+    """An operation with one peer."""
+
+    peer_key = staticmethod(lambda: "peer")
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), LOST])
+def test_peers_learn_of_a_failure_when_nothing_moves_any_more(error: Exception) -> None:
+    """A hook of the program may raise an error of any type, which stops the transfer."""
+    first, told = Source(), list[bool]()
+    several: Any = object.__new__(Several)
+    several.operations = [Peers(), Peers()]
+    prepared = (SimpleNamespace(parts=()),)
+    several._use_known = lambda: [(operation, prepared) for operation in several.operations]
+    several.notices = SimpleNamespace(finish=lambda _: told.append(first.done))
+    with pytest.raises(type(error) if error is not LOST else GatherError):
+        several.begin(GatherTask("push_groups"), Mock(side_effect=[first, error]))
+    assert told == [True]
+
+
+def test_a_limited_wait_after_a_failed_source_does_not_say_that_the_bytes_arrived():
+    hold, tracker, memory = Event(), Tracker(), HostMemory.from_arrays
+    desc = CacheDesc(1, (2, 4), DataType.DT_INT8)
+    move = plan(Transfer(Rows(desc, slot=0), Rows(desc, slot=1)))
+    task = GatherTask("gather")
+    task.settles_aside = True
+    with Transfers(1) as good, Transfers(1, lambda backend: fail_at(backend, 0)) as bad:
+        for index, (transfers, end) in enumerate(((bad, None), (good, lambda _: hold.wait(30)))):
+            src, dst = (memory([np.zeros((2, 4), np.int8)]) for _ in range(2))
+            source = transfers.submit(move, src, dst, end)
+            source.settles_aside = True
+            tracker.track(source, aside=True)
+            assert source.wait_done(20_000)
+            task.begin(index, "a source", lambda source=source: source)
+        with refused("LLM_TIMEOUT", "10 ms passed when 1 of 2 sources had failed; `wait` again"):
+            task.wait(10)
+        hold.set()
+        with refused("LLM_FAILED", "1 of 2 sources failed"):
+            task.wait()
+        tracker.close(20)

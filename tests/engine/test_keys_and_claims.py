@@ -56,10 +56,10 @@ class TestNames:
     @pytest.mark.parametrize("first", ["allocate", "register"])
     @pytest.mark.parametrize("second", ["allocate", "register"])
     def test_a_paged_cache_of_a_model_is_not_replaced(self, registry, first, second):
-        def make(how, model_id):
-            given = () if how == "allocate" else (tensors(BLOCKS),)
+        def make(kind, model_id):
+            given = () if kind == "allocate" else (tensors(BLOCKS),)
             blocks_key = BlocksCacheKey(7, model_id)
-            return getattr(registry, how)(BLOCKS, *given, paged=True, keys=[blocks_key])
+            return getattr(registry, kind)(BLOCKS, *given, paged=True, keys=[blocks_key])
 
         entry = make(first, 1)
         with refused(
@@ -166,7 +166,7 @@ class TestLifetime:
         registry.remove_key(key(2))
         assert free_nbytes(registry) == POOL
 
-    def test_keys_may_go_first(self, registry):
+    def test_keys_may_be_removed_before_the_cache(self, registry):
         registry.allocate(SLOTS, paged=False, keys=[key(1)])
         for _ in range(2):
             registry.remove_key(key(1))
@@ -183,7 +183,7 @@ class TestLifetime:
         registry.allocate(BLOCKS, paged=True, keys=[BlocksCacheKey(7)])
 
     @pytest.mark.parametrize("end", ["release", "fail", "holder"])
-    def test_freed_while_claimed_it_stays_until_the_claim_ends(self, registry, transport, end):
+    def test_a_cache_freed_while_claimed_stays_until_the_claim_ends(self, registry, transport, end):
         remote = as_peer(transport, registry.allocate(SLOTS, paged=False, keys=[key(1)]))
         claim_id = claimed(registry, key(1)).claim_id
         registry.deallocate(1)
@@ -219,7 +219,7 @@ class TestLifetime:
         with pytest.raises(TypeError, match="key=BlocksCacheKey"):
             registry.remove_key(BlocksCacheKey(7))
 
-    def test_freed_under_a_transfer_it_stays_until_the_transfer_ends(self, registry):
+    def test_a_cache_freed_during_a_transfer_stays_until_its_end(self, registry):
         def start(transfers):
             src, dst = (registry.allocate(SLOTS, paged=True) for _ in range(2))
             plan = kvplan.plan(Transfer(Rows(SLOTS, [0, 1]), Rows(SLOTS, [2, 3])), local="dst")
@@ -236,7 +236,7 @@ class TestLifetime:
         assert free_nbytes(registry) == POOL
 
 
-def test_nothing_is_kept_of_caches_without_keys():
+def test_caches_without_keys_leave_nothing_behind():
     index = KeyIndex()
     tracemalloc.start()
     try:

@@ -22,7 +22,7 @@ from tests.support.refusals import refused
 
 LAYERS, HEADS, DIM, LATENT, STATE, GROUPS = 2, 4, 8, 36, 21, 3
 TOKENS = 9
-"""Tokens of the request, not a multiple of any block."""
+"""Number of tokens of the request, not a multiple of any block size."""
 
 Tensors = list[np.ndarray]
 
@@ -32,10 +32,10 @@ class Kept:
     """The layout of an engine's cache.
 
     Attributes:
-        make: makes its tensors, full of zeros.
-        layout: the axes of each tensor, as the engine indexes them.
-        seen: returns (row, token, head, dim) of one layer's keys (0) or values (1).
-        block: tokens of a row; 0: a row is the state of a request.
+        make: Makes its tensors, full of zeros.
+        layout: The axes of each tensor, as the engine indexes them.
+        seen: Returns (row, token, head, dim) of one layer's keys (0) or values (1).
+        block: Tokens of a row; 0 means that a row is the state of a request.
     """
 
     make: Callable[[], Tensors]
@@ -245,7 +245,7 @@ def places(kept: Kept, blocks: list[int]) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
-def test_any_two_of_one_model(src: Kept, dst: Kept) -> None:
+def test_caches_of_one_model_move_between_any_two_layouts(src: Kept, dst: Kept) -> None:
     source, target = filled(src, 1), filled(dst, 2)
     src_blocks, dst_blocks = rows(src, source, 3), rows(dst, target, 4)
     wanted = [item.copy(order="K") for item in target]
@@ -271,7 +271,7 @@ def test_any_two_of_one_model(src: Kept, dst: Kept) -> None:
 
 
 @pytest.mark.parametrize("kept", [item for model in MODELS for item in model.values()])
-def test_it_is_registered_in_place(kept: Kept) -> None:
+def test_a_cache_is_registered_in_place(kept: Kept) -> None:
     tensors = kept.make()
     desc = kept.described(tensors)
     memory = memory_of_tensors(desc, tensors, writable=None)

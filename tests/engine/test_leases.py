@@ -39,7 +39,7 @@ def cache(engine: LlmDataDist) -> Cache:
     return engine.allocate_blocks_cache(DESC)
 
 
-def test_life(engine: LlmDataDist, cache: Cache) -> None:
+def test_a_lease_is_made_and_released(engine: LlmDataDist, cache: Cache) -> None:
     first = engine.lease_blocks(cache, [3, 5], tag="a")
     second = engine.lease_blocks(cache, np.array([5]))  # a block may have several leases
     assert (first.cluster_id, first.cache_id, first.blocks) == (1, cache.cache_id, (3, 5))
@@ -53,7 +53,7 @@ def test_life(engine: LlmDataDist, cache: Cache) -> None:
     engine.release(second)
 
 
-def test_expiry(engine: LlmDataDist, cache: Cache) -> None:
+def test_a_lease_expires(engine: LlmDataDist, cache: Cache) -> None:
     lease = engine.lease_blocks(cache, [3], ttl_ms=np.int64(60_000))
     engine.renew(lease, 1e12)
     for wrong in (0, -1.0, 2e12, float("nan"), float("inf")):
@@ -77,7 +77,7 @@ def test_expiry(engine: LlmDataDist, cache: Cache) -> None:
         engine.renew(LEASE, 5)
 
 
-def test_deadlines(engine: LlmDataDist, cache: Cache) -> None:
+def test_deadlines_are_checked(engine: LlmDataDist, cache: Cache) -> None:
     for lease in (
         engine.lease_blocks(cache, [3], ttl_ms=60_000),
         engine.lease_blocks(engine.allocate_cache(DESC), [0], ttl_ms=60_000),
@@ -92,7 +92,7 @@ def test_deadlines(engine: LlmDataDist, cache: Cache) -> None:
 
 
 def test_expired_leases_end(engine: LlmDataDist, cache: Cache) -> None:
-    """One thread reports each expired lease once. Renewed leases stay."""
+    """A single thread reports each expired lease once. Renewed leases stay."""
     ended: SimpleQueue[tuple[int, LeaseEnd, str]] = SimpleQueue()
     engine.on_released(lambda value, end: ended.put((value.lease_id, end, current_thread().name)))
     here, there = current_thread().name, "kvplan-leases-1"
@@ -130,7 +130,7 @@ def test_a_callback_that_exits_ends_no_thread(engine: LlmDataDist, cache: Cache)
         engine.release(engine.lease_blocks(cache, [0]))
 
 
-def test_a_slot(engine: LlmDataDist, cache: Cache) -> None:
+def test_a_slot_is_leased(engine: LlmDataDist, cache: Cache) -> None:
     contiguous = engine.allocate_cache(DESC)
     lease = engine.lease_blocks(contiguous, [7], tag="a")
     assert (lease.blocks, lease.paged) == ((7,), False)
@@ -146,7 +146,9 @@ def test_a_slot(engine: LlmDataDist, cache: Cache) -> None:
         engine.lease_blocks(contiguous, [0], tokens=1)
 
 
-def test_on_released(engine: LlmDataDist, cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
+def test_callbacks_are_called_for_released_leases(
+    engine: LlmDataDist, cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
     """The callback is called once for each lease and each kind of end, and may use the engine."""
     seen: list[tuple[int, list[BlockLease]]] = []
     first, second, third = (engine.lease_blocks(cache, [index]) for index in range(3))
@@ -168,7 +170,7 @@ def test_on_released(engine: LlmDataDist, cache: Cache, caplog: pytest.LogCaptur
         engine.on_released(None)  # type: ignore[arg-type]
 
 
-def test_of_registered_arrays(engine: LlmDataDist) -> None:
+def test_registered_arrays_are_leased(engine: LlmDataDist) -> None:
     cache = engine.register_blocks_cache(DESC, [np.zeros(DESC.shape, np.float32) for _ in range(2)])
     engine.lease_blocks(cache, [1])
     engine.unregister_cache(cache.cache_id)
@@ -272,6 +274,14 @@ def test_leases_that_cannot_be_moved(engine: LlmDataDist, cache: Cache) -> None:
     with refused("LLM_KV_CACHE_NOT_EXIST", "lease 1 was released"):
         engine.moved(moved, {4: 3})
     assert engine.leases() == []
+
+
+def test_moves_may_be_numbers_of_numpy(engine: LlmDataDist, cache: Cache) -> None:
+    lease, copies = engine.lease_blocks(cache, [3, 5]), SimpleQueue[int]()
+    now = engine.moved(cache, {np.int32(3): np.int64(4)}, copy=lambda: copies.put(1))
+    assert now == engine.leases() == [replace(lease, blocks=(4, 5), words=now[0].words, moves=1)]
+    assert BlockLease.from_bytes(now[0].to_bytes()) == now[0]
+    assert copies.qsize() == 1
 
 
 def test_a_lease_of_very_many_blocks_does_not_follow(engine: LlmDataDist) -> None:

@@ -19,13 +19,13 @@ WAIT_S = 30  # for events that happen at once
 
 
 class Words:
-    """A transport of leases only, which fails as a test wants; `standing` leases have not ended."""
+    """A transport of leases only, which fails on request; `standing` leases have not ended."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.standing: dict[int, int] = {}
         self.number = 0
-        self.held_up = 0  # calls of `end_leases` that fail
+        self.num_failures = 0  # calls of `end_leases` that fail
         self.refuses = False  # `renew_lease` fails
         self.calls: list[list[int]] = []  # arguments of `end_leases`
         self.meanwhile: Callable[[], object] = lambda: None  # called as if by another thread
@@ -45,8 +45,8 @@ class Words:
         self.calls.append([slot for slot, _ in leases])
         for slot in self.calls[-1]:
             self.standing.pop(slot, None)
-        if self.held_up:
-            self.held_up -= 1
+        if self.num_failures:
+            self.num_failures -= 1
             raise LLMException("it is stopped", status_code=LLMStatusCode.LLM_TIMEOUT)
 
 
@@ -71,7 +71,7 @@ def test_a_delayed_transport_keeps_no_word_of_others(
     leases: Leases, words: list[Words], blocks: Cache
 ) -> None:
     lease = leases.begin(blocks, [1], "", None)
-    words[0].held_up = 1
+    words[0].num_failures = 1
     with refused("LLM_TIMEOUT", "it is stopped"):
         leases.end(lease)
     assert [word.standing for word in words] == [{}, {}]
@@ -100,11 +100,11 @@ def test_delayed_leases_end_later_and_are_reported_then(
     """Leases that end together are ended in one call, because a stopped peer costs a second."""
     ended: SimpleQueue[tuple[BlockLease, LeaseEnd]] = SimpleQueue()
     leases.on_released(lambda *record: ended.put(record))
-    # All are late before the thread looks.
+    # All leases are late before the thread looks.
     with leases._changed:
         ttl_ms = 1e-6 if end is LeaseEnd.EXPIRED else None
         made = [leases.begin(blocks, [number], "", ttl_ms) for number in (1, 2)]
-        words[0].held_up = 1
+        words[0].num_failures = 1
         if end is LeaseEnd.CACHE_FREED:
             leases.end_cache(blocks.cache_id)
         elif end is LeaseEnd.RELEASED:
@@ -120,7 +120,7 @@ def test_delayed_leases_end_later_and_are_reported_then(
     ]
     assert words[0].calls == [[lease.lease_id for lease in made]] * 2
     assert sum("leases_held_up" in record.getMessage() for record in caplog.records) == (
-        end not in (LeaseEnd.RELEASED, LeaseEnd.MOVED)  # the caller knows
+        end not in (LeaseEnd.RELEASED, LeaseEnd.MOVED)  # the caller knows of these ends
     )
 
 
@@ -132,7 +132,7 @@ def test_a_peer_that_delays_a_lease_for_long_is_logged_once(
     leases.on_released(lambda value, _: ended.put(value))
     for number in (1, 2):
         lease = leases.begin(blocks, [number], "", None)
-        words[0].held_up = 2
+        words[0].num_failures = 2
         leases.end_cache(blocks.cache_id)
         with leases._changed:  # make the thread try again at once
             leases._wake_at(lease.lease_id, 1)
@@ -142,19 +142,19 @@ def test_a_peer_that_delays_a_lease_for_long_is_logged_once(
         assert (leases._held_up, leases._ending, leases._deadlines) == (set(), {}, {})
 
 
-@pytest.mark.parametrize("how", ["released", "cache freed", "later released"])
+@pytest.mark.parametrize("kind_of_end", ["released", "cache freed", "later released"])
 def test_an_overdue_lease_has_expired_however_it_ends(
-    leases: Leases, blocks: Cache, how: str
+    leases: Leases, blocks: Cache, kind_of_end: str
 ) -> None:
     ended: SimpleQueue[tuple[BlockLease, LeaseEnd]] = SimpleQueue()
     leases.on_released(lambda *item: ended.put(item))
     with leases._changed:  # before the thread looks
-        lease = leases.begin(blocks, [1], "", 1e12 if how.startswith("later") else 1e-6)
-        if how == "cache freed":
+        lease = leases.begin(blocks, [1], "", 1e12 if kind_of_end.startswith("later") else 1e-6)
+        if kind_of_end == "cache freed":
             leases.end_cache(blocks.cache_id)
         else:
             leases.end(lease)
-    end = LeaseEnd.RELEASED if how.startswith("later") else LeaseEnd.EXPIRED
+    end = LeaseEnd.RELEASED if kind_of_end.startswith("later") else LeaseEnd.EXPIRED
     assert ended.get(timeout=WAIT_S) == (lease, end)
 
 
@@ -216,7 +216,7 @@ def test_a_move_that_fails_leaves_the_leases_where_they_are(
         raise CopyError
 
     if fails == "a peer":
-        words[0].held_up = 1
+        words[0].num_failures = 1
         with refused("LLM_TIMEOUT", "it is stopped"):
             leases.move(blocks, {3: 0}, copy, follow=True)
         assert not called
@@ -243,7 +243,7 @@ def test_a_move_that_fails_leaves_the_leases_where_they_are(
     assert [item.standing for item in words] == [{}, {}]
 
 
-def test_what_happens_to_a_lease_while_it_moves(
+def test_a_lease_is_released_or_renewed_while_it_moves(
     leases: Leases, words: list[Words], blocks: Cache
 ) -> None:
     """A release stays effective. A new deadline applies to the new place."""

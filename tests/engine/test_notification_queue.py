@@ -80,7 +80,7 @@ def test_a_sender_that_ignores_the_window_gets_no_more_room(arrived: Notificatio
 
 
 @pytest.mark.parametrize("num_peers", [1, MAX_UNREAD // MAX_UNREAD_OF_ONE + 1])
-def test_a_sender_is_told_how_much_room_is_left(arrived: Notifications, num_peers: int) -> None:
+def test_a_sender_learns_the_remaining_room(arrived: Notifications, num_peers: int) -> None:
     """The room never exceeds the limit of one sender, nor the limit of all."""
     most = min(MAX_UNREAD, num_peers * MAX_UNREAD_OF_ONE)
     for number in range(most):
@@ -104,7 +104,7 @@ def test_all_senders_together_have_a_limit_too(arrived: Notifications) -> None:
         sender.close()
 
 
-def test_nothing_is_kept_of_a_peer_whose_notifications_are_read(arrived: Notifications) -> None:
+def test_a_peer_whose_notifications_are_read_leaves_nothing_behind(arrived: Notifications) -> None:
     tracemalloc.start()
     try:
         for cluster_id in range(3000):
@@ -170,7 +170,7 @@ def test_a_forked_child_takes_nothing_from_its_parent(arrived: Notifications) ->
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_each_callback_gets_what_arrives_while_it_is_there(
+def test_each_callback_gets_the_notifications_of_its_time(
     arrived: Notifications, seed: int
 ) -> None:
     """Callbacks come and go in any order. Without one, notifications wait for the next."""
@@ -201,7 +201,7 @@ def test_each_callback_gets_what_arrives_while_it_is_there(
     assert list(arrived) == waiting
 
 
-def test_a_callback_that_finds_no_thread_is_not_called_later() -> None:
+def test_a_callback_whose_thread_cannot_start_is_not_called_later() -> None:
     program = """
         from queue import SimpleQueue
         from kvplan import LLMException

@@ -44,6 +44,7 @@ def test_a_kernel_without_numa_has_none(tmp_path: Path) -> None:
     [
         ({0: 1}, r"node=2 is out of range \[0, 0\]: this machine has 1 NUMA node \("),
         ({0: 1, 1: 1}, r"node=2 is out of range \[0, 1\]: this machine has 2 NUMA nodes \("),
+        ({3: 1, 4: 1}, r"node=2 is out of range \[3, 4\]: this machine has 2 NUMA nodes \("),
         ({0: 1, 3: 1}, r"\[0, 3\]: this machine has 2 NUMA nodes, of which \[0, 3\] are online"),
         ({}, r"node=2: the kernel of this machine does not list NUMA nodes"),
     ],
@@ -53,7 +54,7 @@ def test_a_missing_node_is_refused(nodes: dict[int, int], why: str) -> None:
         check_node("node", 2, {node: frozenset({0}) for node in nodes})
 
 
-def test_an_engine_refuses_it_with_the_range() -> None:
+def test_an_engine_refuses_a_missing_node_with_the_range() -> None:
     with LlmDataDist(1, LlmRole.MIX) as engine:
         with refused(LLMStatusCode.LLM_PARAM_INVALID, r"numa_node \(kvplan.numa_node\)=1023"):
             engine.initialize({"kvplan.numa_node": "1023"})
@@ -122,7 +123,7 @@ def test_copying_threads_are_spread_over_all_nodes() -> None:
     assert transfers.threads == 4
     assert transfers_on("all", nodes, '{"threads": 4}') is transfers
     assert os.sched_getaffinity(0) == own
-    # A thread alone is not bound to one of the nodes.
+    # A single thread is not bound to one of the nodes.
     assert transfers_on("all", nodes, '{"threads": 1}').threads == 1
     new = [cores for tid, cores in copying_threads().items() if tid not in before]
     assert new.count(own) == 1

@@ -42,7 +42,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("KVPLAN_OPTIONS_FILE", *VARIABLES):
         monkeypatch.delenv(variable, raising=False)
 

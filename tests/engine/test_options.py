@@ -177,10 +177,17 @@ def test_a_key_that_resembles_the_listen_address_is_refused(key):
         ("kvplan.tcp_congestion", "b b r", 'tcp_congestion .*"cubic" or "bbr", or empty'),
         ("kvplan.tcp_busy_poll_us", "10001", "tcp_busy_poll_us .*=10001 .*\\[0, 10000\\]"),
         ("kvplan.encrypt", "yes", '"0" or "1"'),
+        ("kvplan.comm_dir", "comm", r"comm_dir .*='comm' must be an absolute path"),
+        ("kvplan.comm_dir", "~/comm", "must be an absolute path"),
+        ("kvplan.comm_dir", "", "must be an absolute path"),
+        ("kvplan.comm_dir", "/" + 88 * "a", "comm_dir .* has 89 bytes; at most 88 .* at most 107"),
+        ("kvplan.comm_dir", "/\ud800", r"comm_dir .*='/.ud800' cannot be a path"),
+        ("kvplan.cluster_key_file", "\ud800", r"cluster_key_file .*='.ud800' cannot be a path"),
+        ("kvplan.cluster_key_file", "a\0", r"cluster_key_file .*='a.x00' cannot be a path"),
         ("kvplan.heartbeat_timeout_ms", "1000", "more than heartbeat_interval_ms=1000"),
     ],
 )
-def test_rules(key, text, match):
+def test_values_are_checked_by_rules(key, text, match):
     with refused("LLM_PARAM_INVALID", match):
         Options.of({key: text})
 

@@ -46,10 +46,10 @@ class PoolMachine(RuleBasedStateMachine):
             start += pages
         return found
 
-    @rule(target=spans, pages=st.integers(1, 6), less=st.integers(0, PAGE - 1))
-    def take(self, pages: int, less: int):
+    @rule(target=spans, pages=st.integers(1, 6), missing_nbytes=st.integers(0, PAGE - 1))
+    def take(self, pages: int, missing_nbytes: int):
         fitting = {first: size for first, size in self.holes().items() if size >= pages}
-        span, status = tried(lambda: self.pool.take(pages * PAGE - less))
+        span, status = tried(lambda: self.pool.take(pages * PAGE - missing_nbytes))
         if span is None:
             assert (status, fitting) == (LLMStatusCode.LLM_OUT_OF_MEMORY, {})
             return []

@@ -1,4 +1,4 @@
-"""Types and shapes of arrays are compared with the description of their registration."""
+"""Types and shapes of arrays, compared with the description of their registration."""
 
 from __future__ import annotations
 

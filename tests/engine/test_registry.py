@@ -47,7 +47,7 @@ def test_ids_rise_from_one_with_every_attempt(registry):
     assert registry.register(SLOTS, tensors(), paged=False).cache.cache_id == 4
 
 
-def test_peers_reach_what_is_offered_until_it_is_freed(registry, transport, changes):
+def test_peers_reach_offered_caches_until_they_are_freed(registry, transport, changes):
     entry = registry.allocate(SLOTS, paged=False)
     for i, array in enumerate(tensor_arrays(SLOTS, entry.memory)):
         array[:] = 5 + i
@@ -62,7 +62,7 @@ def test_peers_reach_what_is_offered_until_it_is_freed(registry, transport, chan
         registry.get(1)
 
 
-def test_registered_arrays_are_reached_where_they_are(registry, transport):
+def test_registered_arrays_are_reached_in_place(registry, transport):
     arrays = tensors(value=3)
     entry = registry.register(SLOTS, arrays, paged=False)
     assert entry.cache.tensor_addrs == tuple(addresses(arrays))
@@ -189,7 +189,7 @@ def test_an_arena_of_one_cache_is_zeroed_and_ends_with_its_last_user(transport):
         registry.resolve(Cache(SLOTS, tensor_addrs=(address, address + SLOTS.tensor_nbytes)))
 
 
-def test_every_transport_offers_it(transport):
+def test_every_transport_offers_a_cache(transport):
     with LocalTransport() as second:
         second.name = "second"
         registry = CacheRegistry((transport, second), Options(), lambda: None)
@@ -218,14 +218,14 @@ class TestResolve:
         with refused("LLM_KV_CACHE_NOT_EXIST", "dst=.* was made by another engine"):
             registry.resolve(replace(made, owner=b"another"), "dst")
 
-    def test_without_id_the_addresses(self, registry):
+    def test_a_cache_without_id_is_found_by_its_addresses(self, registry):
         arrays = tensors()
         entry = registry.resolve(Cache(SLOTS, tensor_addrs=addresses(arrays)))
         assert entry.memory.addresses.tolist() == addresses(arrays)
         assert entry.paged is None
         assert registry.survey(dict) == {}
 
-    def test_neither(self, registry):
+    def test_a_cache_without_id_and_addresses_is_refused(self, registry):
         with refused("LLM_PARAM_INVALID", "addresses is empty"):
             registry.resolve(Cache(SLOTS))
         with refused("LLM_KV_CACHE_NOT_EXIST", "cache_id=3"):
@@ -247,7 +247,7 @@ class TestEnds:
             registry.unregister(2)
             assert registry.survey(dict) == {}
 
-    def test_each_kind_has_its_own(self, registry):
+    def test_each_kind_of_cache_has_its_own_end(self, registry):
         registry.allocate(SLOTS, paged=False)
         registry.register(SLOTS, tensors(), paged=False)
         with refused("LLM_PARAM_INVALID", "cache_id=1 was allocated; deallocate it"):
@@ -259,7 +259,7 @@ class TestEnds:
         with pytest.raises(ValueError, match="cache_id"):
             registry.deallocate(2**63)
 
-    def test_closed_is_closed(self, registry, transport):
+    def test_a_closed_registry_refuses_calls(self, registry, transport):
         entry = registry.allocate(SLOTS, paged=False, keys=[key(1)])
         claim = registry.claim(key(1), "decode")
         for _ in range(2):
@@ -298,13 +298,13 @@ class TestRefusals:
         ],
         ids=str,
     )
-    def test_tensors(self, registry, given, error):
+    def test_invalid_tensors_are_refused(self, registry, given, error):
         with pytest.raises(error):
             registry.register(SLOTS, given, paged=False)
         assert registry.entries() == []
 
     @pytest.mark.parametrize("wrong", [0, -1, "a", np.zeros((4, 512), np.uint8)[:, ::2]])
-    def test_a_tensor_is_called_what_the_caller_calls_it(self, registry, wrong):
+    def test_errors_call_a_tensor_as_the_caller_does(self, registry, wrong):
         given = [4096 if isinstance(wrong, int) else np.zeros(1024, np.uint8), wrong]
         with pytest.raises(Exception, match=r"tensors\[1\]"):
             registry.register(SLOTS, given, paged=False)
@@ -337,7 +337,7 @@ class TestRefusals:
             registry.register(scattered, addresses, paged=True, remote_accessible=False)
             registry.close()
 
-    def test_keys(self, registry):
+    def test_invalid_keys_are_refused(self, registry):
         with refused("LLM_PARAM_INVALID", "cache_keys has 5 elements; at most batch_size=4"):
             registry.allocate(SLOTS, paged=False, keys=[key(i) for i in range(5)])
         with refused("LLM_PARAM_INVALID", "blocks_cache_key=.*at most one"):
@@ -349,7 +349,7 @@ class TestRefusals:
         with pytest.raises(TypeError, match="cache_keys=5"):
             registry.allocate(SLOTS, paged=False, keys=5)
 
-    def test_no_description(self, registry):
+    def test_a_missing_description_is_refused(self, registry):
         with pytest.raises(TypeError, match="cache_desc=5"):
             registry.allocate(5, paged=False)
 
@@ -358,18 +358,20 @@ def test_addresses_are_looked_up_once_when_they_are_registered(registry):
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
     size = ctypes.c_size_t(SLOTS.nbytes)
-    memory = libc.mmap(None, size, 3, 0x22, -1, 0)
+    # Far below other mappings, so that no other thread fills the hole.
+    memory = libc.mmap(ctypes.c_void_p(1 << 45), size, 3, 0x22, -1, 0)
     given = [memory, memory + SLOTS.tensor_nbytes]
     entry = registry.register(SLOTS, given, paged=False)
     libc.munmap(ctypes.c_void_p(memory), size)
-    entry.memory.check()  # users promise to keep it: looking at each transfer would cost too much
+    # users promise to keep the memory: a check for each transfer would cost too much
+    entry.memory.check()
     with refused("LLM_PARAM_INVALID", "not mapped"):
         registry.register(SLOTS, given, paged=False)
 
 
 @pytest.mark.parametrize("same", [True, False])
 def test_a_signal_handler_may_unregister_too(registry, same):
-    """It unregisters the same cache or another one, at any line of the interrupted call."""
+    """The handler unregisters the same cache or another one at a line of the interrupted call."""
     functions = [CacheRegistry.unregister, *vars(PendingDeregistrations).values()]
     inside = [function.__code__ for function in functions if hasattr(function, "__code__")]
     # Before Python 3.12 a comprehension is a separate function.

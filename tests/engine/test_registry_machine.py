@@ -201,11 +201,11 @@ class RegistryMachine(RuleBasedStateMachine):
         return PAGES - sum(cache.pages for cache in self.caches)
 
     @invariant()
-    def everything_freed_is_free_and_nothing_else(self) -> None:
+    def only_freed_pages_are_free(self) -> None:
         assert self.registry.pools.free_nbytes() == {Placement.DEVICE: self.free_pages() * PAGE}
 
     @invariant()
-    def peers_see_what_lives_by_id(self) -> None:
+    def peers_see_living_caches(self) -> None:
         ids = {cache.cache_id for cache in self.caches if cache.by_id}
         assert self.registry.survey(dict).keys() == self.offered.keys() == ids
         living = {item.cache.cache_id: by_id for item, by_id in self.registry.entries()}
@@ -216,7 +216,7 @@ class RegistryMachine(RuleBasedStateMachine):
             as_peer(self.transport, entry).check()
 
     @invariant()
-    def addresses_find_what_lives_by_id(self) -> None:
+    def addresses_find_living_caches(self) -> None:
         """Check after each change, so that an outdated index is found."""
         extents = self.registry.address_index().extents
         living = [self.registry.get(cache.cache_id) for cache in self.caches if cache.by_id]
@@ -224,7 +224,7 @@ class RegistryMachine(RuleBasedStateMachine):
         assert {id(extent.cache) for extent in extents} == {*map(id, living)}
 
     @invariant()
-    def what_lives_is_registered_and_nothing_else(self) -> None:
+    def only_living_caches_are_registered(self) -> None:
         ranges = len(Metadata.from_bytes(self.transport.metadata()).ranges)
         owned = [cache for cache in self.caches if cache.lives and cache.pages]
         registered = [cache for cache in self.caches if cache.by_id and not cache.pages]

@@ -67,8 +67,8 @@ def test_caches_come_and_go_in_all_threads():
             registry.deallocate(ids[-1])
             assert (array == number).all()
             registry.release(claim.claim_id, ALL_TENSORS)
-            # Garbage in a cycle: any thread may collect it and return the memory, even while that
-            # thread is in the pool.
+            # Any thread may collect garbage in a cycle and return the memory, even a thread in the
+            # pool.
             cycle: list[object] = [entry, claim, array]
             cycle.append(cycle)
         return ids
@@ -84,7 +84,7 @@ def test_caches_come_and_go_in_all_threads():
         registry.close()
 
 
-def test_of_many_threads_that_claim_a_key_one_gets_it():
+def test_only_one_of_many_threads_can_claim_a_key():
     def bind(number: int) -> LLMStatusCode:
         return tried(lambda: registry.allocate(SLOTS, paged=False, keys=[key(1)]))[1]
 
@@ -154,7 +154,7 @@ class Sending(LocalTransport):
 
 @pytest.mark.parametrize("call", ["unregister", "renew"])
 def test_a_cache_that_another_thread_is_ending_is_waited_for(call: str) -> None:
-    """When `unregister` returns, the user may free the memory."""
+    """The user may free the memory when `unregister` returns."""
     with Sending() as transport, ThreadPoolExecutor(2) as threads:
         registry = made(transport)
         entry = registry.register(

@@ -1,7 +1,6 @@
-"""The small examples fail when wrong bytes arrive, and say what they are about.
+"""Tests that the small examples fail when wrong bytes arrive, and print their purpose.
 
-That they succeed is tested where nothing of this project is but what is installed
-(test_standalone.py).
+`test_standalone.py` tests that they succeed with nothing but installed packages.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ SHOWN = {
         "tensor 3: 307 0 0 0 0 300 301 0",
     ],
     "keys": [
-        "once more: no cache has CacheKey(cluster_id=1, req_id=4711",
+        "again: no cache has CacheKey(cluster_id=1, req_id=4711",
         "room again: its cache 2",
     ],
     "several_peers": ["from cluster 3: <Plan pull_blocks", "LINKED with cluster 3: 6144 bytes"],
@@ -73,11 +72,11 @@ SHOWN = {
     ],
     "torch_tensors": ["layer 3: 75 tokens in 10 blocks, and nothing else is written"],
 }
-"""What each that is one program prints, among other things."""
+"""Some of the lines that each example of one program prints."""
 
 
 def run(*command: Path | str) -> subprocess.CompletedProcess[str]:
-    """Run a script with the kvplan of this tree, as `python -W error` does, but in a fork."""
+    """Run a script as `python -W error` does, with the kvplan of this tree, in a fork."""
     return zygote.run(
         "tests.examples.test_examples",
         *map(str, command),
@@ -88,7 +87,7 @@ def run(*command: Path | str) -> subprocess.CompletedProcess[str]:
 
 
 def main(*command: str) -> None:
-    """Be the script, in a fork; its children are new interpreters."""
+    """Run a script in a fork; its children are new interpreters."""
     sys.argv = [*command]
     sys.path.insert(0, str(Path(command[0]).parent))
     runpy.run_path(command[0], run_name="__main__")
@@ -101,7 +100,7 @@ def main(*command: str) -> None:
         for item in [*SHOWN, "two_hosts"]
     ],
 )
-def test_says_what_it_is_about(
+def test_the_help_of_an_example_is_its_first_line(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = FOLDER / f"{name}.py"
@@ -129,8 +128,10 @@ def test_says_what_it_is_about(
         ("lmcache_chunks", "Rows(cache, MINE)", "Rows(cache, MINE[::-1])"),
         ("role_switch", "cache, ALL, ALL)", "cache, ALL, ALL[::-1])"),
         ("asyncio_service", "1_000 * tensor + block", "1_000 * tensor + block + (block == 63)"),
-        ("why_is_it_wrong", "table[1], table[0]", "table[0], table[1]"),  # nothing is swapped
-        ("asyncio_service", "DEADLINE_S = 5.0", "DEADLINE_S = 0.0"),  # a client waits for none
+        # So that no blocks are swapped.
+        ("why_is_it_wrong", "table[1], table[0]", "table[0], table[1]"),
+        # Then a client waits for no answer.
+        ("asyncio_service", "DEADLINE_S = 5.0", "DEADLINE_S = 0.0"),
         pytest.param(
             "torch_tensors",
             "Rows(cache, MINE), num_tokens=TOKENS)",
@@ -139,11 +140,11 @@ def test_says_what_it_is_about(
         ),
     ],
 )
-def test_fails_when_the_wrong_bytes_arrive(
+def test_an_example_fails_when_wrong_bytes_arrive(
     name: str, call: str, wrong: str, tmp_path: Path
 ) -> None:
     source = (FOLDER / f"{name}.py").read_text()
-    # Of several, that which moves is the last: the first is planned.
+    # Of several calls, the last one moves bytes; the first is only planned.
     right, found, rest = source.rpartition(call)
     assert found
     script = tmp_path / f"wrong_{name}.py"
@@ -153,7 +154,7 @@ def test_fails_when_the_wrong_bytes_arrive(
     assert "FAILED: " in done.stderr
 
 
-def test_fails_when_the_other_process_does(tmp_path: Path) -> None:
+def test_an_example_fails_when_its_other_process_fails(tmp_path: Path) -> None:
     script = tmp_path / "ends_early.py"
     script.write_text((FOLDER / "pull.py").read_text().replace("127.0.0.1:0", "nowhere"))
     done = run(script)

@@ -1,4 +1,4 @@
-"""The example of hixl as a reader runs it, and with kvplan's name for its module."""
+"""The example of hixl, run as a reader would, and with kvplan's name for its module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ server: written: 512 blocks; as it should be: True
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_it_reads_and_writes_all_blocks(transport: str) -> None:
+def test_the_example_reads_and_writes_all_blocks(transport: str) -> None:
     command = [sys.executable, "-W", "error", "-m", "kvplan.run", str(SCRIPT)]
     done = subprocess.run(
         [*command, "--transport", transport],

@@ -1,10 +1,9 @@
-"""The pair for the official package, as a reader runs it: two processes through the launcher."""
+"""The pair for the official package, run as a reader would: two processes through the launcher."""
 
 from __future__ import annotations
 
 import ast
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,18 +12,11 @@ import pytest
 
 import examples
 from tests.support.installation import users_environment
+from tests.support.ports import free_port
 
 FOLDER = Path(examples.__file__).parent
 PREFILL, DECODE = "llm_datadist_prefill.py", "llm_datadist_decode.py"
 PATIENCE = 60.0
-
-
-def free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [item.getsockname()[1] for item in held]
-    for item in held:
-        item.close()
-    return ports
 
 
 def launched(
@@ -42,10 +34,10 @@ def launched(
 
 
 class Pair:
-    """Both programs, run to their ends: exit status and what each has said."""
+    """Exit status and output of both programs, after their end."""
 
     def __init__(self, folder: Path, python: Path | str = sys.executable) -> None:
-        first, second, scheduler = free_ports(3)
+        first, second, scheduler = (free_port() for _ in range(3))
         arguments = (
             f"--prefill=127.0.0.1:{first} --decode=127.0.0.1:{second} "
             f"--scheduler=127.0.0.1:{scheduler}"
@@ -68,25 +60,28 @@ class Pair:
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A folder with both programs, and nothing else of this project."""
+    """A folder with both programs and no other file of this project."""
     for name in (PREFILL, DECODE):
         shutil.copy(FOLDER / name, tmp_path)
     return tmp_path
 
 
 @pytest.mark.slow  # needs the wheel
-def test_both_modes_from_end_to_end(copied: Path, python: Path) -> None:
+def test_the_pair_transfers_in_both_modes(copied: Path, python: Path) -> None:
     pair = Pair(copied, python)
     assert pair.prefill == ("prefill: waiting for decode\nprefill: all was sent\n", "")
     blocks, slot = 6 * 3 * 8 * 2 * 16, 6 * 32 * 2 * 16
-    assert pair.decode == (
+    output, warned = pair.decode
+    assert output == (
         f"decode: pull_blocks: {blocks} numbers, all in their places\n"
         f"decode: pull_cache: {slot} numbers, all in their places\n"
-        "decode: pull_cache once more: the key is gone\n"
+        "decode: pull_cache again: the key is gone\n"
         f"decode: push_blocks: {blocks} numbers, all in their places\n"
-        f"decode: transfer_cache_async: {blocks} numbers, all in their places\n",
-        "",
+        f"decode: transfer_cache_async: {blocks} numbers, all in their places\n"
     )
+    # The line about the missing key; the program configures no logging.
+    (line,) = warned.splitlines()
+    assert 'error="no cache has CacheKey' in line
     assert pair.status == (0, 0)
 
 
@@ -100,7 +95,7 @@ def test_both_modes_from_end_to_end(copied: Path, python: Path) -> None:
         (PREFILL, "configs, MINE, THEIRS)", "configs, MINE, [7, 8, 3])", "transfer_cache_async"),
     ],
 )  # fmt: skip
-def test_one_wrong_number_is_found(
+def test_the_pair_detects_wrong_bytes(
     name: str, right: str, wrong: str, what: str, copied: Path
 ) -> None:
     source = (FOLDER / name).read_text()
@@ -113,8 +108,8 @@ def test_one_wrong_number_is_found(
 
 
 @pytest.mark.parametrize("name", [PREFILL, DECODE])
-def test_official_names_only(name: str) -> None:
-    """The standard library, NumPy, and what an Ascend user has: but for tensors of its own."""
+def test_the_programs_use_only_official_names(name: str) -> None:
+    """Except for their class of tensors, the programs need only packages of an Ascend user."""
     tree = ast.parse((FOLDER / name).read_text())
     tree.body = [
         item for item in tree.body if not isinstance(item, ast.ClassDef) or item.name != "Tensors"
@@ -135,7 +130,7 @@ def test_official_names_only(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [PREFILL, DECODE])
-def test_says_what_it_is_about(name: str) -> None:
+def test_the_help_of_a_program_is_its_first_line(name: str) -> None:
     with launched(FOLDER / name, "--help") as program:
         out, _ = program.communicate(timeout=PATIENCE)
     assert program.returncode == 0

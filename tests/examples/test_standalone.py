@@ -1,6 +1,6 @@
-"""Each example alone: copied to an empty folder, run with kvplan as it is installed from its wheel.
+"""Each example alone, copied to an empty folder, with kvplan installed from its wheel.
 
-They run side by side, since their processes wait for each other most of the time.
+The examples run side by side, because most of their time is spent waiting for each other.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pytest
 
 from tests.examples.test_examples import FOLDER, NO_TORCH, SHOWN
 from tests.examples.test_hixl_two_processes import SAID
-from tests.examples.test_llm_datadist_pair import free_ports
 from tests.support.installation import users_environment
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.slow  # needs the wheel
 
@@ -31,7 +31,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def environment() -> dict[str, str]:
-    """Of a user; torch is that of the tests, if they have it, as it takes minutes to install."""
+    """Return a user's environment, plus the torch of the tests, which is slow to install."""
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
         return users_environment()
@@ -41,7 +41,7 @@ def environment() -> dict[str, str]:
 def start(python: Path, folder: Path, *words: str) -> Done:
     command = [python, "-W", "error", *words]
     if words[0] == "torch_tensors.py":
-        command[1:3] = []  # torch warns
+        command[1:3] = []  # torch prints warnings
     return subprocess.run(
         command,
         cwd=folder,
@@ -65,7 +65,7 @@ def words_of(name: str) -> list[str]:
 def ended(
     python: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Done]]]:
-    """How each that is one program ends."""
+    """The results of all examples of one program."""
     with ThreadPoolExecutor(AT_ONCE) as threads:
         started = {}
         for name in ALONE:
@@ -75,7 +75,7 @@ def ended(
         yield started
 
 
-def test_every_example_is_run() -> None:
+def test_all_examples_are_tested() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == {"__init__", *ALONE, *PAIRS}
 
 
@@ -83,25 +83,25 @@ def test_every_example_is_run() -> None:
     "name",
     [pytest.param(item, marks=NO_TORCH if item == "torch_tensors" else ()) for item in SHOWN],
 )
-def test_shows_what_arrived(name: str, ended: dict[str, Future[Done]]) -> None:
+def test_an_example_prints_the_expected_lines(name: str, ended: dict[str, Future[Done]]) -> None:
     done = ended[name].result()
     assert (done.returncode, done.stderr) == (0, "")
     for text in SHOWN[name]:
         assert text in done.stdout
 
 
-def test_hixl(ended: dict[str, Future[Done]]) -> None:
+def test_the_example_of_hixl_prints_the_expected_lines(ended: dict[str, Future[Done]]) -> None:
     done = ended[HIXL].result()
     assert (done.stdout, done.stderr, done.returncode) == (SAID, "", 0)
 
 
-def test_the_unit_tests_of_block_tables(ended: dict[str, Future[Done]]) -> None:
+def test_the_unit_tests_of_block_tables_pass(ended: dict[str, Future[Done]]) -> None:
     done = ended["test_block_tables"].result()
     assert done.returncode == 0, done.stdout
     assert "6 passed" in done.stdout
 
 
-def test_torch_says_what_to_install(ended: dict[str, Future[Done]]) -> None:
+def test_the_torch_example_names_the_missing_package(ended: dict[str, Future[Done]]) -> None:
     if find_spec("torch"):
         pytest.skip("torch is installed")
     done = ended["torch_tensors"].result()
@@ -109,13 +109,13 @@ def test_torch_says_what_to_install(ended: dict[str, Future[Done]]) -> None:
 
 
 class TwoHosts:
-    """Both sides of the script in a folder, over loopback, run to their ends."""
+    """Results of both sides of the script in a folder, over loopback."""
 
     def __init__(self, python: Path, folder: Path) -> None:
         subprocess.run(
             [python.with_name("kvplan"), "keygen", "cluster.key"], cwd=folder, check=True
         )
-        address = f"127.0.0.1:{free_ports(1)[0]}"
+        address = f"127.0.0.1:{free_port()}"
         key = ("--key", "cluster.key")
         with subprocess.Popen(
             [python, "-W", "error", "two_hosts.py", *key, "--listen", address],
@@ -135,8 +135,8 @@ class TwoHosts:
         self.prefill = Done(listening.args, listening.returncode, out, errors)
 
 
-def test_two_hosts_on_one(python: Path, tmp_path: Path) -> None:
-    """Between two hosts: tests/across/test_surface.py."""
+def test_two_hosts_work_over_loopback(python: Path, tmp_path: Path) -> None:
+    """`tests/across/test_surface.py` runs the same script between two hosts."""
     shutil.copy(FOLDER / "two_hosts.py", tmp_path)
     both = TwoHosts(python, tmp_path)
     assert (both.decode.returncode, both.decode.stderr) == (0, "")
@@ -155,7 +155,7 @@ def test_two_hosts_on_one(python: Path, tmp_path: Path) -> None:
         ("cache, AT_PREFILL, AT_DECODE", "cache, AT_DECODE, AT_DECODE", "decode"),
     ],
 )
-def test_one_wrong_block_between_two_hosts_is_found(
+def test_two_hosts_detect_a_wrong_block(
     right: str, wrong: str, side: str, python: Path, tmp_path: Path
 ) -> None:
     source = (FOLDER / "two_hosts.py").read_text()
@@ -167,7 +167,7 @@ def test_one_wrong_block_between_two_hosts_is_found(
     assert both.prefill.returncode == done.returncode == 1
 
 
-def test_two_hosts_says_what_is_wrong_in_one_line(python: Path, tmp_path: Path) -> None:
+def test_two_hosts_report_a_missing_key_in_one_line(python: Path, tmp_path: Path) -> None:
     shutil.copy(FOLDER / "two_hosts.py", tmp_path)
     done = start(python, tmp_path, "two_hosts.py", "--listen=127.0.0.1:0", "--key=none.key")
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""Sides of whole rows with their memory, and the forms that a block table may have."""
+"""Sides of whole rows with their memory, and the types that a block table may have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROW = 8
 
 
 def cache(rows: int, tensors: int = 2, *, paged: bool = True, **changes: Any) -> tuple[Side, Any]:
-    """A side of a plan, and its memory."""
+    """Return a side of a plan, and its memory."""
     desc = CacheDesc(tensors, (rows, ROW), DataType.DT_INT8, **changes)
     arrays = [np.arange(rows * ROW, dtype=np.int8).reshape(rows, ROW) for _ in range(tensors)]
     return side("it", desc, paged=paged), HostMemory.from_arrays(arrays)

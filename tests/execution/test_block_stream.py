@@ -1,4 +1,4 @@
-"""What a stream that waits for a task asks of a backend, and what a program is told of that."""
+"""A stream that waits for a task: the requests to the backend, and the errors of the caller."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def stream_of(name: str, stream: Any) -> int:
 
 
 class Traced:
-    """Transfers over a backend whose requests last, and what was asked of it."""
+    """Transfers over a backend with slow requests, which records its calls."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -69,8 +69,8 @@ class Traced:
         self.transfers.append(Transfers(wrap=wrap))
         return self.transfers[-1].submit(PLAN, memory(), memory(), stream_of=stream_of)
 
-    def asked(self) -> list[int]:
-        """The answers of `block_stream`."""
+    def answers(self) -> list[int]:
+        """Return the answers of `block_stream`."""
         lines = map(json.loads, self.file.read_text().splitlines())
         return [line["status"] for line in lines if line["call"] == "block_stream"]
 
@@ -84,13 +84,13 @@ def traced(tmp_path: Path) -> Iterator[Traced]:
     os.close(made.fd)
 
 
-def test_the_backend_is_asked_until_it_knows(traced: Traced) -> None:
+def test_the_backend_is_asked_until_it_has_an_answer(traced: Traced) -> None:
     task = traced.submit(pending=3)
     task.block_stream(STREAM)
-    assert traced.asked() == [KVN_PENDING] * 3 + [KVN_OK]
+    assert traced.answers() == [KVN_PENDING] * 3 + [KVN_OK]
     assert not task.done
     task.block_stream(STREAM)
-    assert traced.asked()[4:] == [KVN_OK]
+    assert traced.answers()[4:] == [KVN_OK]
     task.cancel()
 
 
@@ -103,7 +103,9 @@ def test_the_backend_is_asked_until_it_knows(traced: Traced) -> None:
         (KVN_FAILED, LLMStatusCode.LLM_FAILED),
     ],
 )
-def test_it_says_why_not(traced: Traced, status: int, code: LLMStatusCode) -> None:
+def test_a_refusal_of_the_backend_is_reported(
+    traced: Traced, status: int, code: LLMStatusCode
+) -> None:
     task = traced.submit(pending=1, status=status)
     for _ in range(2):
         with refused(code, r"pull_blocks B2B: stream=.*: no stream 0x10"):
@@ -113,21 +115,19 @@ def test_it_says_why_not(traced: Traced, status: int, code: LLMStatusCode) -> No
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_nothing_is_asked_of_what_is_over(traced: Traced, failing: bool) -> None:
+def test_the_backend_is_not_asked_about_a_finished_task(traced: Traced, failing: bool) -> None:
     task = traced.submit(FOREVER if failing else 0)
     if failing:
         task.cancel()
     else:
         task.wait()
     task.block_stream(STREAM)
-    assert traced.asked() == []
+    assert traced.answers() == []
 
 
 @pytest.mark.parametrize("how", ["cancel", "timeout", "wait"])
-def test_who_waits_until_it_is_given_to_the_device_holds_nobody_up(
-    traced: Traced, how: str
-) -> None:
-    """One thread asks as long as the request is there; others end it, or wait for its end."""
+def test_a_waiting_thread_does_not_block_others(traced: Traced, how: str) -> None:
+    """A thread polls while the request is pending; others cancel it, or wait for it."""
     task = traced.submit(50 if how == "wait" else FOREVER, pending=-1)
     asking = threading.Thread(target=task.block_stream, args=(STREAM,))
     asking.start()
@@ -175,8 +175,8 @@ def test_a_failed_transfer_holds_no_stream(traced: Traced) -> None:
 
 
 @pytest.mark.parametrize("ms", [0, FOREVER])
-def test_bytes_that_the_host_moves(ms: float) -> None:
-    """Whether they have arrived or not: what works now and then is no use to a program."""
+def test_bytes_that_the_host_moves_are_refused(ms: float) -> None:
+    """The call is refused before and after the bytes have arrived, to be predictable."""
     with Transfers(wrap=lambda value: delay(value, ms)) as transfers:
         task = transfers.submit(PLAN, memory(), memory(), stream_of=stream_of)
         if not ms:
@@ -188,13 +188,13 @@ def test_bytes_that_the_host_moves(ms: float) -> None:
         task.cancel()
 
 
-def test_without_an_accelerator() -> None:
+def test_without_an_accelerator_a_stream_is_refused() -> None:
     task = kvplan.submit(PLAN, memory(), memory())
     with refused("LLM_FEATURE_NOT_ENABLED", r"stream=.*: the engine has no accelerator"):
         task.block_stream(STREAM)
 
 
-def test_layers(traced: Traced) -> None:
+def test_a_stream_waits_for_layers(traced: Traced) -> None:
     transfers = Transfers(wrap=streams)
     task = transfers.layered(PLAN, memory(), memory())
     with refused("LLM_FEATURE_NOT_ENABLED", "layers that move when they are ready"):
@@ -203,7 +203,7 @@ def test_layers(traced: Traced) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stream", "error", "says"),
+    ("stream", "error", "message"),
     [
         (16, TypeError, r"stream=16 must be a stream.* with cuda_stream, not int"),
         (None, TypeError, "stream=None must be a stream"),
@@ -214,17 +214,19 @@ def test_layers(traced: Traced) -> None:
         (SimpleNamespace(__cuda_stream__=lambda: (1, 0)), LLMException, "speaks version 1"),
     ],
 )
-def test_no_stream(traced: Traced, stream: Any, error: type[Exception], says: str) -> None:
+def test_a_wrong_stream_is_refused(
+    traced: Traced, stream: Any, error: type[Exception], message: str
+) -> None:
     task = traced.submit()
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         task.block_stream(stream)
-    assert traced.asked() == []
+    assert traced.answers() == []
     task.block_stream(SimpleNamespace(__cuda_stream__=lambda: (0, 0)))
-    assert traced.asked() == [KVN_OK]
+    assert traced.answers() == [KVN_OK]
     task.cancel()
 
 
-def test_a_forked_child_has_no_part_in_it(traced: Traced) -> None:
+def test_a_forked_child_cannot_use_the_task(traced: Traced) -> None:
     task = traced.submit()
     child = os.fork()
     if child == 0:

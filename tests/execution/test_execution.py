@@ -1,4 +1,4 @@
-"""Native execution against the NumPy reference: for every plan, identical bytes."""
+"""Native execution against the NumPy reference: identical bytes for every plan."""
 
 import gc
 import weakref
@@ -37,7 +37,7 @@ def filled(desc: CacheDesc, seed: int) -> list[np.ndarray]:
 
 @st.composite
 def transfers(draw: st.DrawFn) -> tuple[kvplan.Plan, CacheDesc, CacheDesc]:
-    """A plan of any kind, cut to layers or not, and the descriptions that it was made from."""
+    """Draw a plan of any kind, perhaps cut to layers, and the descriptions of its caches."""
     layers, per_layer = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     rows, row = draw(st.integers(1, 20)), draw(st.integers(1, 5000))
     desc = CacheDesc(layers * per_layer, (rows, row), DataType.DT_UINT8)
@@ -65,7 +65,7 @@ def transfers(draw: st.DrawFn) -> tuple[kvplan.Plan, CacheDesc, CacheDesc]:
 
 
 @given(transfers())
-def test_leaves_the_bytes_that_the_reference_leaves(case):
+def test_execution_leaves_the_bytes_of_the_reference(case):
     plan, src_desc, dst_desc = case
     src, expected, actual = filled(src_desc, 1), filled(dst_desc, 2), filled(dst_desc, 2)
     reference.execute(plan, src, expected)
@@ -74,7 +74,7 @@ def test_leaves_the_bytes_that_the_reference_leaves(case):
         np.testing.assert_array_equal(actual[tensor], expected[tensor])
 
 
-def test_submit_returns_a_task_that_ends_well():
+def test_submit_returns_a_task_that_succeeds():
     src, dst = filled(DESC, 1), filled(DESC, 2)
     task = kvplan.submit(
         kvplan.plan(Transfer(Rows(DESC, [0, 1]), Rows(DESC, [5, 3])), local="dst"), src, dst
@@ -85,7 +85,7 @@ def test_submit_returns_a_task_that_ends_well():
     np.testing.assert_array_equal(dst[3].reshape(12, -1)[[5, 3]], src[3].reshape(12, -1)[[0, 1]])
 
 
-def test_a_failure_names_the_origin_and_what_is_not_confirmed():
+def test_a_failure_names_the_origin_and_the_unconfirmed_bytes():
     plan = kvplan.plan(Transfer(Rows(DESC, [0, 4, 8]), Rows(DESC, [6, 3, 0])), local="dst")
     with Transfers(wrap=lambda backend: fail_at(backend, 7)) as transfers:
         task = transfers.submit(plan, filled(DESC, 1), filled(DESC, 2))
@@ -111,7 +111,7 @@ def test_a_deadline_that_passes_is_a_timeout_and_stops_the_transfer():
     with Transfers(wrap=lambda backend: limit_bandwidth(backend, 1 << 20)) as transfers:
         with refused(LLMStatusCode.LLM_TIMEOUT) as caught:
             transfers.execute(plan, src, dst, timeout_ms=20)
-        assert str(caught.value).count("confirmed") == 1  # once
+        assert str(caught.value).count("confirmed") == 1  # not repeated
         assert caught.value.unconfirmed
         before = [array.copy() for array in dst]
     for array, earlier in zip(dst, before, strict=True):
@@ -133,7 +133,7 @@ def test_a_cancelled_task_never_reports_success():
 
 def test_memory_outlives_a_dropped_handle():
     class Owned(np.ndarray):
-        """An ndarray that can be weakly referenced and reports when it is freed."""
+        """An ndarray that can be weakly referenced, and records when it is freed."""
 
     src = [array.view(Owned) for array in filled(DESC, 1)]
     dst = filled(DESC, 2)
@@ -149,7 +149,7 @@ def test_memory_outlives_a_dropped_handle():
 
 
 @pytest.mark.parametrize(
-    ("src", "dst", "said"),
+    ("src", "dst", "message"),
     [
         (filled(DESC, 1)[:3], filled(DESC, 2), "src has 3 tensors; the plan needs 4"),
         (filled(DESC, 1), [a[:-1] for a in filled(DESC, 2)], "dst tensor 0 has 2303 bytes"),
@@ -157,8 +157,8 @@ def test_memory_outlives_a_dropped_handle():
         (Cache(DESC, 1, (4096,) * 4), filled(DESC, 2), "not mapped"),
     ],
 )
-def test_memory_that_does_not_fit_is_refused(src, dst, said):
-    with refused(LLMStatusCode.LLM_PARAM_INVALID, said):
+def test_memory_that_does_not_fit_is_refused(src, dst, message):
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
         kvplan.execute(
             kvplan.plan(Transfer(Rows(DESC, [0]), Rows(DESC, [1])), local="dst"), src, dst
         )
@@ -176,7 +176,7 @@ def test_a_read_only_destination_is_refused():
 
 
 @pytest.mark.parametrize("memory", ["abc", 7, None, [1, 2, 3, 4]])
-def test_what_is_no_memory_is_a_type_error(memory):
+def test_a_value_that_is_not_memory_is_a_type_error(memory):
     with pytest.raises(TypeError):
         kvplan.execute(
             kvplan.plan(Transfer(Rows(DESC, [0]), Rows(DESC, [1])), local="dst"),
@@ -186,7 +186,7 @@ def test_what_is_no_memory_is_a_type_error(memory):
 
 
 class TestOverlap:
-    """What no plan can know: that two caches share memory."""
+    """Shared memory of two caches, which a plan cannot see."""
 
     plan = kvplan.plan(Transfer(Rows(DESC, [0, 1]), Rows(DESC, [1, 2])), local="dst")
 
@@ -207,12 +207,12 @@ class TestOverlap:
         with pytest.raises(LLMException, match="dst tensors overlap in memory"):
             kvplan.execute(self.plan, filled(DESC, 1), [dst[0], dst[1], dst[0], dst[3]])
 
-    def test_one_tensor_twice_as_source_is_fine(self):
+    def test_one_tensor_twice_as_source_is_accepted(self):
         src, dst = filled(DESC, 1), filled(DESC, 2)
         kvplan.execute(self.plan, [src[0]] * 4, dst)
         np.testing.assert_array_equal(dst[3].reshape(12, -1)[1], src[0].reshape(12, -1)[0])
 
-    def test_disjoint_blocks_of_one_cache_are_fine(self):
+    def test_disjoint_blocks_of_one_cache_are_accepted(self):
         arrays = filled(DESC, 1)
         before = [array.copy() for array in arrays]
         kvplan.execute(

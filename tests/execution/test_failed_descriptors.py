@@ -1,4 +1,4 @@
-"""What a failed descriptor is called: its layer, keys or values, head and tokens in the model."""
+"""Names of failed descriptors: layer, keys or values, head and tokens in the model."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ def fails_at(plan: Plan, descriptor: int) -> tuple[LLMException, TransferTask]:
     return caught.value, task
 
 
-# Two layers of the model's last stage: heads 2 and 3, 8 tokens a block, to heads 0 to 3, 16 tokens.
-# A block of 8 tokens is 2 heads of 8 runs; 20 tokens are 16 + 16 + 8 runs of K, then as many of V.
+# From two layers of the last stage (heads 2 and 3, 8 tokens per block) to heads 0 to 3 with 16
+# tokens per block. A block of 8 tokens is 2 heads of 8 runs; 20 tokens are 16 + 16 + 8 runs of K,
+# then as many of V.
 STAGE = cache("block token head dim", 4, range(4, 6), range(2, 4), block=9, token=8)
 ALL = cache("block head token dim", 12, range(6), range(4), block=5, token=16)
 REPEATED = kvplan.plan(
@@ -69,7 +70,7 @@ REPEATED = kvplan.plan(
         (80 + 24, "layer 1>5 (5 of the model) tensor 2>10 block 0>3 K head 3 token 8"),
     ],
 )
-def test_a_run_of_a_segment_that_repeats(descriptor: int, name: str) -> None:
+def test_a_run_of_a_repeated_segment_is_named(descriptor: int, name: str) -> None:
     error, task = fails_at(REPEATED, descriptor)
     assert str(error.origin) == name
     assert f"descriptor {descriptor} ({name})" in str(error)
@@ -80,7 +81,8 @@ def test_a_run_of_a_segment_that_repeats(descriptor: int, name: str) -> None:
     assert second == f"layer 1 (5 of the model)  {done[1]}/80 desc  640 B"
 
 
-# Three layers in one tensor, keys and values in it; to a tensor of each. Sources are sorted: 2, 5.
+# From one tensor with the keys and values of three layers, to two tensors per layer. Sources are
+# sorted: 2, 5.
 BLOCKS = cache("block layer kv token head dim", 1, range(3, 6), range(4), block=6, token=8)
 APART = cache("block token head dim", 6, range(3, 6), range(4), block=6, token=8)
 SPLIT = kvplan.plan(Transfer(Rows(BLOCKS, [5, 2]), Rows(APART, [1, 4])), local="dst")
@@ -98,13 +100,13 @@ SPLIT = kvplan.plan(Transfer(Rows(BLOCKS, [5, 2]), Rows(APART, [1, 4])), local="
         ),
     ],
 )
-def test_a_view_of_a_tensor(plan: Plan, descriptor: int, name: str) -> None:
+def test_a_view_of_a_tensor_is_named(plan: Plan, descriptor: int, name: str) -> None:
     error, _ = fails_at(plan, descriptor)
     assert str(error.origin) == name
     assert f"descriptor {descriptor} ({name})" in str(error)
 
 
-def test_layers_that_are_moved_in_one_piece() -> None:
+def test_layers_that_move_in_one_piece_are_named() -> None:
     error, task = fails_at(
         kvplan.plan(Transfer(Rows(BLOCKS, [5, 2]), Rows(BLOCKS, [1, 4])), local="dst"), 1
     )
@@ -129,7 +131,7 @@ def test_each_group_counts_its_own_descriptors(descriptor: int) -> None:
     ]
 
 
-def test_a_layer_that_is_not_of_the_task_is_refused_with_both_numbers() -> None:
+def test_a_layer_outside_of_the_task_is_refused_with_both_numbers() -> None:
     plan = kvplan.plan(Transfer(Rows(STAGE, [1]), Rows(STAGE, [2])), local="dst")
     tensors = [np.zeros(STAGE.tensor_nbytes, np.uint8) for _ in range(8)]
     with Transfers() as transfers:

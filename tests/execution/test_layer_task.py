@@ -1,4 +1,4 @@
-"""Layers move when they are ready: in any order, from any thread, and to one outcome."""
+"""Layers move when they are ready: in any order, from any thread, and with one outcome."""
 
 import mmap
 
@@ -49,7 +49,7 @@ def filled(seed: int, desc: CacheDesc = DESC) -> list[np.ndarray]:
 
 
 def expected(plan: Plan, src: list[np.ndarray], layers: set[int]) -> list[np.ndarray]:
-    """What the reference leaves of `filled(2)` when these source layers have moved."""
+    """Return `filled(2)` after the reference has moved these source layers."""
     dst = filled(2)
     for layer in layers:
         reference.execute(plan.for_layers(range(layer, layer + 1)), src, dst)
@@ -78,8 +78,8 @@ class InParts(HostMemory):
 
 
 @pytest.mark.parametrize(("side", "lost"), [("src", range(6, 8)), ("dst", range(4, 6))])
-def test_tensors_that_are_lost_end_it_with_the_layer_that_needs_them(transfers, side, lost):
-    """Layer 3, which goes to layer 2; the others need not fail."""
+def test_lost_tensors_end_the_task_with_the_layer_that_needs_them(transfers, side, lost):
+    """Layer 3, which goes to layer 2, needs the lost tensors; other layers must not fail."""
     sides = {"src": InParts.from_arrays(filled(1)), "dst": InParts.from_arrays(filled(2))}
     task = transfers.layered(PLAN, **sides)
     sides[side].lost = lost
@@ -99,7 +99,7 @@ def test_a_layer_moves_when_it_is_ready_and_not_before(transfers):
         before = set(task.progress().done)
         (layer,) = moved - before
         for tensor in (2 * layer, 2 * layer + 1):
-            src[tensor][:] = layer  # the final values, at the last moment
+            src[tensor][:] = layer  # the final values, just before `ready`
         task.ready(layer)
         assert_equal(dst, expected(PLAN, src, moved))
         waiting = tuple(item for item in task.layers if item not in moved)
@@ -125,14 +125,14 @@ def test_ready_is_idempotent(transfers):
 
 
 @pytest.mark.parametrize("layer", [0, 5, -1, 2**70])
-def test_what_is_no_layer_of_the_plan_is_refused(transfers, layer):
+def test_a_layer_outside_of_the_plan_is_refused(transfers, layer):
     task = transfers.layered(PLAN, filled(1), filled(2))
     for _ in range(2):
         with refused(LLMStatusCode.LLM_PARAM_INVALID, rf"layer={layer} .* \[1, 5\)"):
             task.ready(layer)
         task.cancel()
     wrongs = [True, 1.0, "1", None, np.array([1])]
-    if np.lib.NumpyVersion(np.__version__) >= "2.0.0":  # to an older one it is an index
+    if np.lib.NumpyVersion(np.__version__) >= "2.0.0":  # older versions accept it as an index
         wrongs.append(np.bool_(True))
     for wrong in wrongs:
         with pytest.raises(TypeError, match=r"layer=.* must be int"):
@@ -164,7 +164,7 @@ def test_the_reason_of_a_cancellation_is_reported(transfers):
     assert caught.value.unconfirmed == ((6, 24),)
 
 
-def test_the_reason_of_a_cancellation_that_came_too_late_is_not(transfers):
+def test_the_reason_of_a_late_cancellation_is_not_reported(transfers):
     task = transfers.layered(PLAN, filled(1), filled(2))
     for layer in task.layers:
         task.ready(layer)
@@ -172,7 +172,7 @@ def test_the_reason_of_a_cancellation_that_came_too_late_is_not(transfers):
     task.wait()
 
 
-def test_a_last_layer_that_is_short(transfers):
+def test_a_short_last_layer_moves(transfers):
     desc = CacheDesc(7, (4, 64), DataType.DT_UINT8)
     plan = kvplan.plan(
         Transfer(Rows(desc), Rows(desc), layers=KvCacheExtParam(None, None, 3), reinterpret=True),
@@ -200,8 +200,8 @@ SHARED = Transfers(2, wrap=lambda backend: limit_batch(backend, 3))
 @given(
     any_transfer(), st.randoms(use_true_random=False), st.integers(1, 3), st.sampled_from(Coalesce)
 )
-def test_leaves_the_bytes_that_the_reference_leaves(example, order, threads, coalesce):
-    """Every plan, its layers made ready in random order by up to three threads."""
+def test_layers_leave_the_bytes_of_the_reference(example, order, threads, coalesce):
+    """The layers of any plan become ready in random order, by up to three threads."""
     plan = example.plan(coalesce)
     src, dst = example.memory()
     whole = [tensor.copy() for tensor in dst]
@@ -258,7 +258,7 @@ def test_a_deadline_names_the_layers_that_were_never_ready(transfers):
     )
 
 
-def test_a_deadline_that_stops_nothing(transfers):
+def test_a_deadline_may_leave_the_task_running(transfers):
     task = transfers.layered(PLAN, filled(1), filled(2))
     for layer in (1, 2, 3):
         task.ready(layer)
@@ -274,7 +274,7 @@ def test_a_deadline_that_stops_nothing(transfers):
     task.wait(timeout_ms=1e6, stop=False)
 
 
-def test_any_task_may_be_waited_for_without_being_stopped():
+def test_every_task_may_survive_a_deadline():
     with Transfers(wrap=lambda backend: delay(backend, 30)) as transfers:
         task = transfers.submit(PLAN, filled(1), filled(2))
         with refused(LLMStatusCode.LLM_TIMEOUT, "the transfer goes on"):
@@ -282,7 +282,7 @@ def test_any_task_may_be_waited_for_without_being_stopped():
         task.wait(timeout_ms=1e6, stop=False)
 
 
-def test_explained_while_it_moves():
+def test_a_task_is_explained_while_it_moves():
     with Transfers(wrap=lambda backend: fail_at(delay(backend, 1e9), 0)) as transfers:
         task = transfers.layered(PLAN, filled(1), filled(2))
         task.ready(4)
@@ -292,7 +292,7 @@ def test_explained_while_it_moves():
         task.cancel()
 
 
-def test_closing_cancels_what_waits_for_a_layer_and_takes_no_more():
+def test_closing_cancels_tasks_that_wait_for_a_layer():
     transfers = Transfers(1)
     half, whole = (transfers.layered(PLAN, filled(1), filled(2)) for _ in range(2))
     half.ready(1)
@@ -306,7 +306,7 @@ def test_closing_cancels_what_waits_for_a_layer_and_takes_no_more():
         transfers.layered(PLAN, filled(1), filled(2))
 
 
-def test_memory_that_goes_between_two_layers_fails_the_whole(transfers):
+def test_memory_that_is_lost_between_two_layers_fails_the_task(transfers):
     class Watched(HostMemory):
         lost = False
 
@@ -345,8 +345,8 @@ def test_each_tensor_of_a_layer_is_checked_when_it_is_ready(transfers):
     assert dst.checked == [range(4, 6), range(2), range(2, 4), range(6, 8)]
 
 
-def test_addresses_that_nobody_holds_are_checked_when_their_layer_is_ready(transfers):
-    """Unmapped between two layers: an outcome that names the tensor, not a crash."""
+def test_addresses_without_an_owner_are_checked_when_their_layer_is_ready(transfers):
+    """Memory that is unmapped between two layers is an error that names the tensor, not a crash."""
     called_for = []
     with mmap.mmap(-1, 10 * mmap.PAGESIZE) as mapped:
         first = Pin(mapped).address
@@ -368,7 +368,7 @@ def test_addresses_that_nobody_holds_are_checked_when_their_layer_is_ready(trans
     assert task.progress() == LayerProgress((2, 3), (), (1, 4), ())
 
 
-def test_it_is_a_transfer_task(transfers):
+def test_a_layer_task_is_a_transfer_task(transfers):
     task = transfers.layered(PLAN, filled(1), filled(2))
     assert isinstance(task, LayerTask)
     assert repr(task) == f"<LayerTask in flight: {PLAN!r}>"

@@ -1,6 +1,6 @@
-"""Requests of every shape, lowered without a plan: the descriptors of their plan, in its order.
+"""Requests of every shape, lowered without a plan: equal to their plan, in the same order.
 
-`make explore` runs these with 20,000 examples of each.
+`make explore` runs these tests with 20,000 examples each.
 """
 
 from __future__ import annotations
@@ -76,16 +76,17 @@ def memory(cache: Side) -> HostMemory:
 
 
 def assert_lowered_as_planned(request: Request) -> None:
-    """What the planner takes has the same descriptors and plan; what it refuses is left to it."""
+    """Check that the request is lowered like its plan, or is left to the planner."""
     requests = RowRequests()
-    bound = [request.bound(requests) for _ in range(2)][1]  # by a template that was found
+    bound = [request.bound(requests) for _ in range(2)][1]  # the second one finds the template
     try:
         plan, descriptors = request.planned()
     except (LLMException, ValueError, TypeError):
         assert bound is None
         return
     if bound is None:
-        # Copies inside of a cache are compared by their addresses; of no bytes nothing is lowered.
+        # Copies inside of a cache are compared by their addresses; a request without bytes is not
+        # lowered.
         assert request.src is request.dst or plan.nbytes == 0
         return
     assert columns(bound[1]) == columns(descriptors)
@@ -121,7 +122,7 @@ def now_and_then(draw: st.DrawFn) -> bool:
 
 @st.composite
 def pairs(draw: st.DrawFn, kind: Kind) -> tuple[Cache, Cache]:
-    """Caches that differ in everything, or in little, as most do."""
+    """Draw caches that differ in everything, or only in a few properties, as in most cases."""
     model: Model = draw(models)
     if now_and_then(draw):
         model = replace(model, dim=2 * model.dim, data_type=DataType.DT_INT4)
@@ -137,7 +138,7 @@ def pairs(draw: st.DrawFn, kind: Kind) -> tuple[Cache, Cache]:
         dst = replace(dst, layers=src.layers)
     if draw(st.booleans()):
         dst = replace(dst, tokens=src.tokens)
-    if draw(st.integers(0, 3)) == 0:  # more rows than are compared with each other
+    if draw(st.integers(0, 3)) == 0:  # more rows than are compared in pairs
         src, dst = replace(src, rows=100), replace(dst, rows=90)
     if now_and_then(draw):
         data_type = draw(st.sampled_from([DataType.DT_INT8, DataType.DT_FLOAT16, DataType.DT_BF16]))
@@ -149,7 +150,7 @@ def pairs(draw: st.DrawFn, kind: Kind) -> tuple[Cache, Cache]:
 def tables(draw: st.DrawFn, cache: Cache, *, distinct: bool) -> list[int]:
     if cache.row == "slot":
         return [draw(st.integers(0, cache.rows - 1))]
-    random = Random(draw(st.integers(0, 2**32)))  # of Hypothesis' own most tables are short
+    random = Random(draw(st.integers(0, 2**32)))  # Hypothesis' own tables are mostly short
     count = random.randint(1, cache.rows)
     first = random.randint(0, cache.rows - count)
     rows = [*range(first, first + count)] if random.random() < 0.4 else [*range(cache.rows)]
@@ -170,16 +171,16 @@ def requests_of_unlike(draw: st.DrawFn) -> Request | None:
             side(name, item.desc, paged=item.row == "block")
             for name, item in (("src", src), ("dst", dst))
         )
-    except (LLMException, ValueError):  # no tensor has part of a byte
+    except (LLMException, ValueError):  # a tensor cannot have a part of a byte
         return None
     src_rows, dst_rows = draw(tables(src, distinct=False)), draw(tables(dst, distinct=True))
     tokens = [
         draw(st.integers(0, item.tokens)) if draw(st.booleans()) else 0 for item in (src, dst)
     ]
-    if kind == "C2C":  # which begins at the first token
+    if kind == "C2C":  # begins at the first token
         tokens = [0, 0]
     num_tokens: int | None = draw(st.integers(0, 30) | st.none())
-    if not now_and_then(draw):  # one that is right
+    if not now_and_then(draw):  # a valid request
         cut = of_one_request(src, dst, src_rows, dst_rows, *tokens)
         src_rows, dst_rows = cut[0] or src_rows, cut[1] or dst_rows
         if kind == "B2B" and src.tokens == dst.tokens and draw(st.booleans()):
@@ -243,7 +244,7 @@ def test_requests_between_unlike_caches_are_lowered_as_their_plans(request: Requ
 def test_many_rows_of_one_layout_are_ordered_and_merged_as_in_their_plans(
     data: st.DataObject, kind: Kind, tokens: int, skipped: int, form: Any
 ) -> None:
-    """Sources that are read twice, blocks of other sizes, and tokens that are left over."""
+    """Sources may be read twice, blocks may have different sizes, and tokens may be left over."""
     model = Model(2, 1, 2, 2, DataType.DT_INT8)
     whole = range(2), range(2)
     src = Cache(model, (ROWS[kind][0], "token", "head", "dim"), 150, tokens, *whole)
@@ -274,7 +275,7 @@ def test_many_rows_of_one_layout_are_ordered_and_merged_as_in_their_plans(
 
 
 @given(slot_to_slot() | block_to_block() | slot_to_blocks(), st.booleans(), st.booleans())
-def test_rows_of_no_known_layout_are_lowered_as_their_plans(
+def test_rows_of_unknown_layout_are_lowered_as_their_plans(
     transfer: Any, by_layer: bool, reinterpret: bool
 ) -> None:
     src, dst = transfer.transfer.src, transfer.transfer.dst
@@ -289,7 +290,7 @@ def test_rows_of_no_known_layout_are_lowered_as_their_plans(
     more = {"by_layer": by_layer, "reinterpret": reinterpret}
     layers = transfer.transfer.layers
     ranges = layers.src_layer_range, layers.dst_layer_range
-    if any(isinstance(span, tuple) for span in ranges):  # another way to write what ranges say
+    if any(isinstance(span, tuple) for span in ranges):  # another notation for ranges
         ranges = tuple(  # type: ignore[assignment]
             span
             if not isinstance(span, tuple)
@@ -308,7 +309,7 @@ def test_rows_of_no_known_layout_are_lowered_as_their_plans(
 def copied(
     src: Cache, dst: Cache, src_rows: Any, dst_rows: Any, **more: Any
 ) -> tuple[Plan, Descriptors] | None:
-    """Compare a request between blocks with its plan; return what was lowered."""
+    """Compare a request between blocks with its plan, and return the descriptors."""
     source, target = side("src", src.desc, paged=True), side("dst", dst.desc, paged=True)
     request = Request(
         "pull_blocks", "B2B", source, target, memory(source), memory(target), src_rows, dst_rows,
@@ -335,7 +336,7 @@ def test_blocks_of_a_lease_beyond_the_other_table_are_left_out(blocks: int, miss
         assert copied(cache, cache, src_rows, dst_rows, num_tokens=tokens) is not None
 
 
-def test_of_whole_rows_no_block_of_a_lease_is_left_out() -> None:
+def test_a_lease_of_whole_rows_must_have_as_many_blocks() -> None:
     cache, leased = blocks_of(9, *NHD), RequestBlocks([8, 6, 7])
     assert copied(cache, cache, leased, [0, 1, 2]) is not None
     assert copied(cache, cache, leased, [0, 1]) is None
@@ -344,10 +345,10 @@ def test_of_whole_rows_no_block_of_a_lease_is_left_out() -> None:
 
 @pytest.mark.parametrize("tokens", [5, 7, 8, 9, 13])
 @pytest.mark.parametrize("axes", [NHD, HND])
-def test_of_as_many_whole_blocks_as_others_the_whole_ones_decide(
+def test_whole_blocks_decide_if_there_are_as_many_partial_ones(
     axes: tuple[str, ...], tokens: int
 ) -> None:
-    """What is left of a block is cut otherwise than a whole one, and either may be ordered."""
+    """A last block that is partly filled is cut differently from the whole blocks."""
     count = -(-tokens // 4)
     cache = blocks_of(9, *axes)
     assert copied(cache, cache, [7, 5, 6, 1][:count], [3, 8, 0, 2][:count], num_tokens=tokens)
@@ -358,7 +359,7 @@ def test_of_as_many_whole_blocks_as_others_the_whole_ones_decide(
 def test_sources_that_are_read_twice_are_ordered_by_their_destinations(
     src_rows: int, dst_rows: int
 ) -> None:
-    """However many bytes of the offsets differ."""
+    """The offsets differ in one or more bytes, depending on the number of rows."""
     src, dst = blocks_of(src_rows, *NHD, tokens=1), blocks_of(dst_rows, *NHD, tokens=1)
     read = [value * (src_rows // 14) for value in (*range(14, -1, -1), *range(15)) if value < 14]
     written = [index * (dst_rows // 30) for index in range(len(read), 0, -1)]
@@ -367,7 +368,7 @@ def test_sources_that_are_read_twice_are_ordered_by_their_destinations(
 
 @pytest.mark.parametrize("skipped", [(0, 0), (1, 0), (0, 3), (2, 1), (5, 1)])
 @pytest.mark.parametrize("count", [3, 200, 1000])
-def test_blocks_that_begin_at_other_tokens_are_two_pieces_each(
+def test_blocks_that_begin_at_different_tokens_are_two_pieces_each(
     count: int, skipped: tuple[int, int]
 ) -> None:
     cache = blocks_of(count + 2, *NHD)
@@ -379,7 +380,7 @@ def test_blocks_that_begin_at_other_tokens_are_two_pieces_each(
 
 @pytest.mark.parametrize("count", [64, 65, 127, 128, 3000])
 def test_one_side_may_have_few_rows_and_the_other_many(count: int) -> None:
-    """Scratch memory is enough for both, on each side of the number that is on the stack."""
+    """Scratch memory suffices for both sides, below and above the number of rows on the stack."""
     large, small = blocks_of(3, *NHD, tokens=count), blocks_of(count + 2, *NHD, tokens=1)
     rows = [*range(count, 0, -1)]
     assert copied(large, small, [1], rows, num_tokens=count) is not None
@@ -387,7 +388,7 @@ def test_one_side_may_have_few_rows_and_the_other_many(count: int) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [8, 7])
-def test_keys_and_values_are_paired_apart_only_where_more_than_two_axes_are_left(
+def test_keys_and_values_are_paired_apart_only_if_more_than_two_axes_remain(
     num_tokens: int,
 ) -> None:
     model = Model(2, 2, 2, 2, DataType.DT_INT8)
@@ -415,8 +416,8 @@ VARIED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("before", VARIED, ids=repr)
-def test_what_is_known_of_two_memories_is_of_no_other_request(before: dict[str, Any]) -> None:
-    """Neither of other heads, nor of other layers, nor of what is copied as bytes."""
+def test_cached_facts_of_two_memories_belong_to_one_kind_of_request(before: dict[str, Any]) -> None:
+    """Cached facts must not be used for other heads, other layers, or copies as bytes."""
     (source, src), (target, dst) = (
         (item := side("it", cache.desc, paged=True), memory(item))
         for cache in (blocks_of(9, *NHD), blocks_of(9, *HND))

@@ -1,4 +1,4 @@
-"""What is memory, and what is refused as such."""
+"""Objects that are accepted as memory, and objects that are refused."""
 
 import copy
 import ctypes
@@ -27,21 +27,21 @@ def tensor() -> np.ndarray:
 
 
 class Foreign:
-    """A tensor of a library that speaks DLPack 1.0."""
+    """A tensor of a library with DLPack 1.0."""
 
     def __init__(self, array, *, change=None):
         self.array = array
         self.change = change or (lambda tensor: None)
 
     def __dlpack__(self, *, max_version=None):
-        # NumPy before 2.1 does not know the argument; then kvplan asks without it.
+        # NumPy before 2.1 does not know the argument; kvplan then omits the argument.
         capsule, _, exported = exported_by_numpy(self.array, max_version)
         self.change(exported)
         return capsule
 
 
 class OldForeign(Foreign):
-    """One of a library from before DLPack 1.0."""
+    """A tensor of a library from before DLPack 1.0."""
 
     def __dlpack__(self):
         return super().__dlpack__()
@@ -49,14 +49,14 @@ class OldForeign(Foreign):
 
 @pytest.mark.parametrize("library", [Foreign, OldForeign])
 class TestDLPack:
-    def test_is_source_and_destination(self, library):
+    def test_a_tensor_is_a_source_and_a_destination(self, library):
         src, dst = tensor(), np.zeros((6, 8), np.uint16)
         kvplan.execute(PLAN, [library(src)], [library(dst)])
         np.testing.assert_array_equal(dst[3], src[0])
         assert not dst[[0, 1, 2, 4, 5]].any()
 
-    def test_of_bfloat16(self, library):
-        """NumPy has no such type; the bytes are the same."""
+    def test_bfloat16_is_accepted(self, library):
+        """NumPy lacks this type, but the bytes are the same."""
 
         def to_bfloat16(exported):
             exported.code = 4  # kDLBfloat
@@ -65,7 +65,7 @@ class TestDLPack:
         kvplan.execute(PLAN, [tensor()], [library(dst, change=to_bfloat16)])
         np.testing.assert_array_equal(dst[3], tensor()[0])
 
-    def test_begins_at_its_byte_offset(self, library):
+    def test_memory_begins_at_the_byte_offset(self, library):
         def skip_a_row(exported):
             exported.byte_offset = 16
             exported.shape[0] = 5
@@ -77,7 +77,7 @@ class TestDLPack:
         kvplan.execute(kvplan.plan(Transfer(Rows(desc, [0]), Rows(DESC, [3]))), src, [dst])
         np.testing.assert_array_equal(dst[3], tensor()[1])
 
-    def test_on_a_device_is_refused(self, library):
+    def test_a_tensor_on_a_device_is_refused(self, library):
         def to_cuda(exported):
             exported.device_type = 2
 
@@ -85,7 +85,7 @@ class TestDLPack:
             HostMemory.from_arrays([library(tensor(), change=to_cuda)])
 
     @pytest.mark.parametrize("device_type", [1, 3, 11])
-    def test_of_the_host_is_accepted_pinned_or_not(self, library, device_type):
+    def test_host_memory_is_accepted_pinned_or_not(self, library, device_type):
         def to_host(exported):
             exported.device_type = device_type
 
@@ -100,15 +100,15 @@ class TestDLPack:
             (tensor()[:0], "is empty"),
         ],
     )
-    def test_that_is_not_contiguous_or_empty_is_refused(self, library, bad, why):
+    def test_a_tensor_with_gaps_or_without_bytes_is_refused(self, library, bad, why):
         with pytest.raises(LLMException, match=rf"arrays\[0\] of shape .* {why}"):
             HostMemory.from_arrays([library(bad)])
 
-    def test_strides_of_dimensions_of_length_1_do_not_count(self, library):
+    def test_strides_of_dimensions_of_length_1_are_ignored(self, library):
         odd = np.lib.stride_tricks.as_strided(tensor(), (1, 48), (6, 2))
         assert HostMemory.from_arrays([library(odd)]).nbytes.tolist() == [96]
 
-    def test_lives_as_long_as_the_memory(self, library):
+    def test_a_tensor_lives_as_long_as_the_memory(self, library):
         memory = HostMemory.from_arrays([library(tensor())])
         found = (ctypes.c_uint16 * 48).from_address(int(memory.addresses[0]))
         assert list(found) == list(range(48))
@@ -117,7 +117,7 @@ class TestDLPack:
 @pytest.mark.skipif(
     np.lib.NumpyVersion(np.__version__) < "2.1.0", reason="it does not hand out read-only arrays"
 )
-def test_a_read_only_tensor_is_a_source_only():
+def test_a_read_only_tensor_is_only_a_source():
     array = tensor()
     array.flags.writeable = False
     memory = HostMemory.from_arrays([Foreign(array)])
@@ -126,7 +126,7 @@ def test_a_read_only_tensor_is_a_source_only():
         kvplan.execute(PLAN, [tensor()], memory)
 
 
-def test_a_tensor_that_its_library_keeps_is_refused():
+def test_a_tensor_that_its_library_does_not_export_is_refused():
     class Kept:
         def __dlpack__(self, **_):
             raise RuntimeError("requires grad: detach it")
@@ -137,7 +137,7 @@ def test_a_tensor_that_its_library_keeps_is_refused():
 
 @pytest.mark.parametrize("dtype", [object, [("key", np.int64), ("value", object)]])
 def test_python_objects_are_refused(dtype):
-    """Copied as bytes, their reference counts would be wrong, and the process die later."""
+    """A copy of their bytes would make reference counts wrong, and crash the process later."""
     objects = np.zeros(12, dtype)
     with pytest.raises(TypeError, match="references to Python objects"):
         HostMemory.from_arrays([objects])
@@ -147,7 +147,7 @@ def test_python_objects_are_refused(dtype):
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_memory_is_not_copied(duplicate):
-    """A deep copy would own other arrays than those that its addresses point to."""
+    """The addresses of a deep copy would not be those of its arrays."""
     with pytest.raises(TypeError, match="cannot be copied or pickled"):
         duplicate(HostMemory.from_arrays([tensor()]))
 
@@ -180,7 +180,7 @@ def test_addresses_of_a_cache_are_checked_once_before_and_once_after(monkeypatch
     assert len(looked) == 2 * 4
 
 
-def test_addresses_with_an_owner_are_believed():
+def test_addresses_with_an_owner_are_not_checked():
     held = mmap.mmap(-1, mmap.PAGESIZE)
     memory = HostMemory.from_addresses(DESC, [np.frombuffer(held).ctypes.data], owner="mine")
     held.close()
@@ -219,7 +219,7 @@ def test_the_permutation_that_a_refusal_names_is_contiguous(order):
 
 
 class TestMemoryThatIsTakenBack:
-    def test_what_another_thread_does_itself_is_waited_for(self) -> None:
+    def test_take_back_waits_for_another_thread(self) -> None:
         memory = HostMemory.from_arrays([tensor()])
         began, goes_on = threading.Event(), threading.Event()
         ended = []
@@ -248,7 +248,7 @@ class TestMemoryThatIsTakenBack:
             thread.join()
         assert ended == ["use", "taken"]
 
-    def test_a_use_is_known_before_it_looks_whether_the_memory_was_taken(self) -> None:
+    def test_a_use_is_visible_before_it_checks_the_memory(self) -> None:
         looks, is_known = threading.Event(), threading.Event()
         ended = []
 
@@ -283,15 +283,15 @@ class TestMemoryThatIsTakenBack:
             thread.join()
         assert ended == ["use", "taken"]
 
-    def test_by_the_thread_that_uses_it(self) -> None:
-        """Under a signal handler, say: it ends when it looks next."""
+    def test_the_thread_that_uses_memory_can_take_it_back(self) -> None:
+        """A signal handler can do so: the user finds out at its next check."""
         memory = HostMemory.from_arrays([tensor()])
         with using(memory):
             take_back(memory, "its owner needs it")
             with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "its owner needs it"):
                 check_lent(memory)
 
-    def test_a_transfer_of_it_moves_nothing(self) -> None:
+    def test_a_transfer_of_revoked_memory_moves_nothing(self) -> None:
         source, target = tensor(), np.zeros((6, 8), np.uint16)
         memory = HostMemory.from_arrays([target])
         take_back(memory, "its owner needs it")

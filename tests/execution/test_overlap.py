@@ -1,4 +1,4 @@
-"""Memory that overlaps: accepted if and only if no order of the copies changes the result."""
+"""Overlapping memory is accepted if and only if the order of copies cannot change the result."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ starts = st.lists(st.integers(0, HEAP - NBYTES), min_size=TENSORS, max_size=TENS
 
 
 def is_order_free(copies: list[tuple[int, int]]) -> bool:
-    """Whether (src, dst) rows, of ROW bytes each, can be copied in any order; byte by byte."""
+    """Return True if (src, dst) rows of ROW bytes each can be copied in any order, byte by byte."""
     writers: dict[int, int] = {}
     for i, (_, dst) in enumerate(copies):
         for byte in range(dst, dst + ROW):
@@ -42,9 +42,9 @@ def is_order_free(copies: list[tuple[int, int]]) -> bool:
     st.permutations(range(ROWS)),
     st.sampled_from([Coalesce.NONE, Coalesce.SORTED]),
 )
-@example([0, 12], [6, 30], [0], [0, 1, 2], Coalesce.NONE)  # a writer begins inside what is read
-@example([6, 30], [0, 18], [0], [1, 0, 2], Coalesce.NONE)  # and ends inside it
-def test_what_depends_on_the_order_is_refused_and_nothing_else(
+@example([0, 12], [6, 30], [0], [0, 1, 2], Coalesce.NONE)  # a write begins inside a read range
+@example([6, 30], [0, 18], [0], [1, 0, 2], Coalesce.NONE)  # a write ends inside a read range
+def test_exactly_the_plans_that_depend_on_the_order_are_refused(
     src_starts, dst_starts, src_blocks, order, how
 ):
     dst_blocks = list(order)[: len(src_blocks)]
@@ -66,7 +66,7 @@ def test_what_depends_on_the_order_is_refused_and_nothing_else(
         said = str(error)
     accepted = not said
     assert accepted or "overlap in memory" in said
-    # Rows that were merged are one copy: what they read and write of each other then counts too.
+    # Merged rows are one copy, which must not write the bytes that it reads.
     if len(plan.part.segments) == len(src_blocks):
         assert accepted == is_order_free(copies)
     expected = before.copy()
@@ -78,8 +78,8 @@ def test_what_depends_on_the_order_is_refused_and_nothing_else(
 
 
 @pytest.mark.parametrize("axes", ["block kv token head dim", "block layer token head dim"])
-def test_a_tensor_given_twice_is_written_twice_where_one_side_is_split(axes):
-    """Keys and values, or two layers, of one tensor go to two, which by mistake are the same."""
+def test_a_tensor_given_twice_is_refused_if_one_side_is_split(axes):
+    """Keys and values, or two layers, go to two tensors, which are the same by mistake."""
     shard = Shard(range(2), None, 2) if "layer" in axes else Shard(range(1), None, 1)
     src = CacheDesc(1, (3, 2, 4, 2, 8), DataType.DT_UINT8, kv_tensor_format=axes, shard=shard)
     dst = CacheDesc(2, (3, 4, 2, 8), DataType.DT_UINT8, kv_tensor_format="NHD", shard=shard)
@@ -89,7 +89,7 @@ def test_a_tensor_given_twice_is_written_twice_where_one_side_is_split(axes):
     kvplan.execute(plan, [source], [one, two])
     with refused("LLM_PARAM_INVALID", "dst tensors overlap in memory: .* write the same bytes"):
         kvplan.execute(plan, [source], [one, one])
-    # What is only read may be given twice.
+    # A tensor that is only read may be given twice.
     back = kvplan.plan(Transfer(Rows(dst, [0, 2]), Rows(src, [1, 0])), local="dst")
     kvplan.execute(back, [one, one], [source])
 
@@ -99,7 +99,7 @@ def test_a_tensor_given_twice_is_written_twice_where_one_side_is_split(axes):
 def test_groups_that_share_a_tensor_by_ranges_of_layers_write_it_once(
     blocks: list[int], accepted: bool, swapped: bool
 ) -> None:
-    """The layer that a group writes is not the first of its tensors, and another's is."""
+    """The shared tensor is the second of one group, and the first of the other."""
     one = kvplan.KvCacheExtParam(tensor_num_per_layer=1)
     last, first = (replace(one, dst_layer_range=range(number, number + 1)) for number in (1, 0))
     layer = CacheDesc(1, (ROWS, ROW), DataType.DT_UINT8)
@@ -134,10 +134,10 @@ def test_groups_that_share_a_tensor_by_ranges_of_layers_write_it_once(
 
 @pytest.mark.parametrize(("block", "accepted"), [(2, True), (3, False)])
 @pytest.mark.parametrize("swapped", [False, True])
-def test_a_group_that_has_less_of_a_tensor_hides_nothing_that_others_write_behind_it(
+def test_overlaps_are_found_behind_a_group_with_a_part_of_the_tensor(
     block: int, accepted: bool, swapped: bool
 ) -> None:
-    """Three caches in four rows: all rows, the first two of them, and the last two."""
+    """Three caches share four rows: all of them, the first two, and the last two."""
     heap = np.zeros((4, ROW), np.uint8)
     targets = {"all": heap, "first": heap[:2], "last": heap[2:]}
     blocks = {"all": block, "first": 0, "last": 1}
@@ -179,13 +179,13 @@ GROUPS = st.lists(
 
 
 @given(GROUPS, st.booleans())
-@example(  # two groups that share both tensors of dst, and write other blocks of them
+@example(  # two groups that share both tensors of dst, and write different blocks of them
     [([0, 12], [24, 36], [0], [0, 1, 2]), ([0, 12], [24, 36], [1], [2, 1, 0])], False
 )
-def test_groups_are_refused_where_all_their_copies_would_be(
+def test_groups_are_refused_if_all_their_copies_would_be(
     drawn: list[tuple[list[int], list[int], list[int], list[int]]], apart: bool
 ) -> None:
-    """As above, of all groups together; `apart`: the source is memory of its own."""
+    """The copies of all groups count together; with `apart`, the source is separate memory."""
     heap = np.random.default_rng(0).integers(0, 256, HEAP, dtype=np.uint8)
     other = np.random.default_rng(1).integers(0, 256, HEAP, dtype=np.uint8)
     from_ = other if apart else heap

@@ -1,4 +1,4 @@
-"""Block tables of whole rows: which are lowered, and which are left to the planner."""
+"""Block tables of whole rows: those that are lowered, and those that are left to the planner."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_hostile_block_tables_are_left_to_the_planner(
     src_count: int, dst_count: int, is_one: bool, stride: int, count: int, random: Random,
     wrong: int, form: Any,
 ) -> None:  # fmt: skip
-    """Those of few rows and of many; sides of one cache, of unequal counts, too."""
+    """Tables have few or many rows; the sides may be one cache, or differ in their sizes."""
     src_rows: list[int] = [random.randrange(src_count) for _ in range(count)]
     dst_rows = random.sample(range(max(count, dst_count)), count)
     if is_one and random.random() < 0.8:
@@ -57,7 +57,7 @@ def test_hostile_block_tables_are_left_to_the_planner(
         and len({*dst_rows}) == len(dst_rows)
         and not (is_one and {*src_rows} & {*dst_rows})
     )
-    with suppress(OverflowError):  # no array has them
+    with suppress(OverflowError):  # larger than any array
         src_rows, dst_rows = form(src_rows), form(dst_rows)
     found = lowers.lower(src_rows, dst_rows)
     if type(src_rows) is not np.ndarray:
@@ -76,10 +76,10 @@ def test_hostile_block_tables_are_left_to_the_planner(
 
 
 @pytest.mark.parametrize("others", [0, 70], ids=["few", "many"])
-def test_of_all_small_tables_inside_a_cache_those_that_clash_are_left_to_the_planner(
+def test_exactly_the_conflicting_small_tables_are_left_to_the_planner(
     others: int,
 ) -> None:
-    """Wherever the row that is read and written stands, or the one that is written twice."""
+    """The conflicting row may have any position in the table."""
     base = np.array([1 << 40], np.uint64)
     count = 4 + 2 * others
     side = count, 1, 8, 8, 0, False
@@ -94,7 +94,7 @@ def test_of_all_small_tables_inside_a_cache_those_that_clash_are_left_to_the_pla
             assert (found is not None) is good, (src, dst)
 
 
-def test_rows_that_were_never_made_move_nothing() -> None:
+def test_uninitialized_rows_move_nothing() -> None:
     rows = RowLowering.__new__(RowLowering)
     assert rows.lower([0], [0]) is None
     assert rows.move_now(Peer(os.getpid()), b"", None, {}, 0, None, [0], [0], 1 << 16) == 0
@@ -102,7 +102,7 @@ def test_rows_that_were_never_made_move_nothing() -> None:
 
 @pytest.mark.parametrize("count", [64, 65, 128, 3000])
 def test_only_few_rows_of_each_side_are_moved_at_once(count: int) -> None:
-    """However few the other side has: their scratch memory is on the stack."""
+    """The scratch memory is on the stack, so both sides must have few rows."""
     here, peer = Here(), Peer(os.getpid())
     peer.attach(here.generations.fd, here.generations.inode, here.generations.num_slots)
     one, many = (1, count, count, 1, 0, False), (count, 1, 1, 1, 0, False)
@@ -127,8 +127,8 @@ if hasattr(np.dtypes, "StringDType"):
 
 
 @pytest.mark.parametrize("table", ODD, ids=lambda value: str(value.dtype))
-def test_an_array_that_is_no_block_table_of_integers_is_left_to_the_planner(table: Any) -> None:
-    """Those too that have no buffer."""
+def test_an_array_of_other_types_is_left_to_the_planner(table: Any) -> None:
+    """Some of these arrays have no buffer."""
     (source, src), (target, dst) = cache(5), cache(4)
     for src_rows, dst_rows in ((table, [1, 2]), ([1, 2], table)):
         arguments = "pull_blocks", "B2B", source, target, src, dst, src_rows, dst_rows
@@ -145,7 +145,7 @@ def test_block_tables_are_arrays_of_integers_of_any_width(kind: str, width: int)
     direct = RowLowering(base, base, one, one, ROW, (), None, 200 * ROW, 200 * ROW)
     expected = direct.lower(there, here)
     for given_rows in (tables, [np.repeat(table, 3)[::3] for table in tables]):
-        found = direct.lower(*given_rows)  # which copies no table before
+        found = direct.lower(*given_rows)  # does not copy a table before
         assert found is not None
         assert columns(found[0]) == columns(expected[0])
         arguments = "pull_blocks", "B2B", source, target, src, dst, *given_rows
@@ -154,6 +154,6 @@ def test_block_tables_are_arrays_of_integers_of_any_width(kind: str, width: int)
         plan = kvplan.plan(Transfer(Rows(source, there), Rows(target, here)), local="dst")
         assert columns(bound[1]) == columns(bind(plan, src, dst, one_space=True))
         assert bound[0] == plan
-    tables[0][1] = np.iinfo(tables[0].dtype).max  # of uint8 255; of uint64 the last one
+    tables[0][1] = np.iinfo(tables[0].dtype).max  # of uint8 255; of uint64 the largest value
     if width != 1 or kind == "u":
         assert lower_natively(RowRequests(), *arguments[:6], *tables) is None

@@ -1,4 +1,4 @@
-"""Requests of whole rows, lowered without a plan: as the planner has them, or left to it."""
+"""Requests of whole rows, lowered without a plan: equal to the plan, or left to the planner."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ runs = st.tuples(st.integers(0, 20), st.integers(1, 12)).map(
 def test_a_request_is_lowered_as_its_plan_is_or_left_to_the_planner(
     data: st.DataObject, src_count: int, dst_count: int
 ) -> None:
-    """The same descriptors, the same plan; what the planner refuses is never lowered."""
+    """Requests are lowered like their plan, and none that the planner refuses is lowered."""
     (source, src), (target, dst) = cache(src_count), cache(dst_count)
     src_rows, dst_rows = data.draw(tables | runs), data.draw(tables | runs)
     if data.draw(st.booleans()):
@@ -63,7 +63,7 @@ def test_a_request_is_lowered_as_its_plan_is_or_left_to_the_planner(
     except (LLMException, TypeError):
         assert bound is None
         return
-    if bound is None:  # of no row at src there is no pair of rows
+    if bound is None:  # pairs of rows need source rows
         assert plan.kind != "B2B" or plan.nbytes == 0
         return
     assert columns(bound[1]) == columns(bind(plan, src, dst, one_space=True))
@@ -76,7 +76,7 @@ def test_a_request_is_lowered_as_its_plan_is_or_left_to_the_planner(
 
 layers = st.sampled_from([range(1), range(1, 3), range(3), range(2, 3), range(4), None])
 ALIKE = [range(1), range(0, 1, 2), range(0, 1, 7)]
-"""Equal to Python; the planner takes the first alone."""
+"""Values that equal others in Python; the planner accepts only the first of them."""
 
 
 @given(layers, layers, st.sampled_from([None, 1, 2, 3]), st.booleans(), st.data())
@@ -109,7 +109,7 @@ def test_some_layers_are_lowered_as_their_plan_is(
     assert bound[0] == plan
 
 
-def test_layers_that_are_equal_to_others_and_refused_are_left_to_the_planner() -> None:
+def test_refused_values_that_equal_layers_are_left_to_the_planner() -> None:
     (source, src), (target, dst) = cache(9, 6), cache(9, 6)
     requests = RowRequests()
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_layers_that_are_equal_to_others_and_refused_are_left_to_the_planner() -
     )
 )
 def test_copies_inside_a_cache_are_lowered_as_their_plan_is(blocks: dict[int, list[int]]) -> None:
-    """What is read and written is left to the planner, which takes a block to itself."""
+    """Blocks that are both read and written are left to the planner."""
     own, memory = cache(9)
     read = [block for block, to in blocks.items() for _ in to]
     written = [*chain(*blocks.values())]
@@ -171,11 +171,11 @@ def plan_of_rows() -> Plan:
         RowRequests(), "pull_blocks", "B2B", source, target, src, dst, table, [1, 2, 0]
     )
     assert bound is not None
-    table[0] = 7  # what the caller does with it afterwards is not the plan's
+    table[0] = 7  # a later change by the caller does not change the plan
     return bound[0]
 
 
-def test_its_plan_is_a_plan_like_others() -> None:
+def test_a_plan_of_rows_is_a_plan_like_others() -> None:
     (source, _), (target, _) = cache(9), cache(9)
     made = kvplan.plan(Transfer(Rows(source, [3, 4, 8]), Rows(target, [1, 2, 0])), local="dst")
     assert plan_of_rows() == made
@@ -190,14 +190,14 @@ def test_its_plan_is_a_plan_like_others() -> None:
 
 
 def heads(layout: str, tokens: int = 3) -> tuple[Side, HostMemory]:
-    """Six blocks of two heads, in one tensor."""
+    """Return six blocks of two heads, in one tensor."""
     shape = (6, tokens, 2, 4) if layout == "NHD" else (6, 2, tokens, 4)
     desc = CacheDesc(1, shape, DataType.DT_INT8, kv_tensor_format=layout)
     return side("it", desc, paged=True), HostMemory.from_arrays([np.zeros(shape, np.int8)])
 
 
-def test_what_the_planner_refuses_of_two_caches_is_left_to_it() -> None:
-    """Whatever rows are named: those of another size, and tokens that no layout describes."""
+def test_refused_pairs_of_caches_are_left_to_the_planner() -> None:
+    """The planner refuses rows of different sizes, and tokens without a layout."""
     requests = RowRequests()
     (plain, src), (other, dst), (nhd, of_heads) = cache(6, 1), cache(6, 1), heads("NHD")
     arguments = "pull_blocks", "B2B"
@@ -219,14 +219,14 @@ def test_what_the_planner_refuses_of_two_caches_is_left_to_it() -> None:
         for value in (-1, False, 1.0, 0.0, 10**30)
     ] + [{"num_tokens": 1, "src_token": None}],
 )  # fmt: skip
-def test_numbers_of_tokens_that_are_not_as_usual_are_left_to_the_planner(tokens: Any) -> None:
+def test_unusual_numbers_of_tokens_are_left_to_the_planner(tokens: Any) -> None:
     (nhd, src), (hnd, dst) = heads("NHD"), heads("HND")
     arguments = "pull_blocks", "B2B", nhd, hnd, src, dst, [1], [2]
     assert lower_natively(RowRequests(), *arguments, num_tokens=3) is not None
     assert lower_natively(RowRequests(), *arguments, **tokens) is None
 
 
-def test_tokens_of_a_slot_that_are_skipped_on_both_sides_are_left_to_the_planner() -> None:
+def test_slots_that_skip_tokens_on_both_sides_are_left_to_the_planner() -> None:
     desc = CacheDesc(1, (2, 8, 4), DataType.DT_INT8, kv_tensor_format="slot token dim")
     own = side("it", desc, paged=False)
     src, dst = (HostMemory.from_arrays([np.zeros((2, 8, 4), np.int8)]) for _ in range(2))
@@ -236,7 +236,7 @@ def test_tokens_of_a_slot_that_are_skipped_on_both_sides_are_left_to_the_planner
 
 
 def test_pieces_of_too_many_sizes_are_left_to_the_planner() -> None:
-    """Blocks of 40 and of 41 tokens are cut into two sizes more with each block."""
+    """Blocks of 40 and 41 tokens are cut into two additional sizes with each block."""
     requests = RowRequests()
     sides, memories = [], []
     for tokens in (40, 41):
@@ -248,7 +248,7 @@ def test_pieces_of_too_many_sizes_are_left_to_the_planner() -> None:
     assert lower_natively(requests, *arguments, num_tokens=800) is None
 
 
-def test_tokens_move_inside_of_a_cache_between_other_blocks_alone() -> None:
+def test_tokens_move_inside_of_a_cache_only_between_different_blocks() -> None:
     (own, memory), requests = heads("NHD"), RowRequests()
     arguments = "copy_blocks", "B2B", own, own, memory, memory
     bound = lower_natively(requests, *arguments, [0, 5], [2, 1], num_tokens=4)
@@ -257,13 +257,13 @@ def test_tokens_move_inside_of_a_cache_between_other_blocks_alone() -> None:
     assert bound is not None
     assert columns(bound[1]) == columns(bind(plan, memory, memory, one_space=True))
     assert lower_natively(requests, *arguments, [0, 5], [2, 0], num_tokens=4) is None
-    hnd, _ = heads("HND")  # of the same memory
+    hnd, _ = heads("HND")  # shares the memory
     arguments = "copy_blocks", "B2B", own, hnd, memory, memory
     assert lower_natively(requests, *arguments, [0, 5], [2, 1], num_tokens=4) is None
 
 
 def rows_of(**changes: Any) -> RowLowering:
-    """Rows of two tensors of 100 bytes: 5 rows of 4 tokens, each two runs of 2 bytes, 3 apart."""
+    """Return rows of two tensors: 5 rows of 4 tokens, each two runs of 2 bytes, 3 bytes apart."""
     made: dict[str, Any] = {
         "src": (5, 4, 20, 5, 0, False),
         "dst": (5, 4, 20, 5, 0, False),
@@ -295,7 +295,7 @@ def test_rows_that_reach_beyond_their_tensor_are_not_made(changes: Any) -> None:
         rows_of(**changes)
 
 
-def test_numbers_of_a_template_that_are_no_such_numbers_are_refused() -> None:
+def test_wrong_numbers_of_a_template_are_refused() -> None:
     for changes, error in (
         ({"run": -1}, OverflowError),
         ({"src": (5, 4, 20, 5, 0)}, ValueError),
@@ -326,8 +326,8 @@ def test_memory_that_does_not_fit_or_overlaps_is_left_to_the_planner() -> None:
     assert lower_natively(requests, *arguments, read_only, dst, [1], [2]) is not None
 
 
-def test_other_descriptions_of_the_same_memory_are_other_requests() -> None:
-    """What is known of two memories is of these sides and of this operation."""
+def test_other_descriptions_of_the_same_memory_have_other_facts() -> None:
+    """Cached facts belong to a pair of sides and to an operation."""
     requests = RowRequests()
     (source, src), (target, dst) = cache(6), cache(6)
     first = lower_natively(requests, "pull_blocks", "B2B", source, target, src, dst, [5], [0])
@@ -344,7 +344,7 @@ def test_other_descriptions_of_the_same_memory_are_other_requests() -> None:
     pushed = lower_natively(requests, "push_blocks", "B2B", source, target, src, dst, [5], [0])
     assert pushed is not None
     assert pushed[0].operation == "push_blocks"
-    for _ in range(3000):  # far more than are remembered
+    for _ in range(3000):  # far more than the cache keeps
         other = HostMemory.from_arrays([np.zeros((6, ROW), np.int8) for _ in range(2)])
         assert (
             lower_natively(requests, "pull_blocks", "B2B", source, target, src, other, [5], [0])
@@ -352,8 +352,8 @@ def test_other_descriptions_of_the_same_memory_are_other_requests() -> None:
         )
 
 
-def test_each_kind_of_request_between_two_memories_is_known_by_itself() -> None:
-    """Layers, tokens, heads: what differs in one of them has a template of its own."""
+def test_each_kind_of_request_between_two_memories_has_a_template() -> None:
+    """Requests that differ in layers, tokens or heads have templates of their own."""
     desc = CacheDesc(
         2, (9, 3, 4, 2, 8), DataType.DT_INT8, kv_tensor_format="block layer token head dim",
         shard=Shard(layers=range(3), heads=range(2), num_layers=3, num_heads=2),
@@ -389,7 +389,7 @@ def test_each_kind_of_request_between_two_memories_is_known_by_itself() -> None:
 
 
 @pytest.mark.parametrize("timeout_ms", [10**400, -1, float("nan"), "5"])
-def test_a_deadline_that_is_none_is_refused(timeout_ms: Any) -> None:
+def test_a_wrong_deadline_is_refused(timeout_ms: Any) -> None:
     (source, src), (target, dst) = cache(6), cache(6)
     with Transfers(1) as transfers:
         bound = lower_natively(

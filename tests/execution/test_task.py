@@ -1,5 +1,6 @@
-"""A task has one outcome, for whoever asks, how often and from where."""
+"""A task has one outcome for all callers and threads, however often they ask."""
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -20,6 +21,8 @@ from kvplan import (
     Transfer,
     Transfers,
 )
+from kvplan.execution.completion import Tracker, run_aside
+from kvplan.status import without_frames
 from tests.support.refusals import refused
 from tests.support.wrappers import fail_at
 
@@ -28,7 +31,7 @@ PLAN = kvplan.plan(Transfer(Rows(DESC, [0, 1]), Rows(DESC, [5, 3])), local="dst"
 
 
 class Watched(HostMemory):
-    """Memory that can be lost: its checks then do what `lose` was given."""
+    """Memory that can be lost: after `lose`, its checks call the given function."""
 
     lost = None
 
@@ -49,7 +52,7 @@ def gone() -> None:
 
 @pytest.mark.parametrize("side", ["src", "dst"])
 class TestLostMemory:
-    def test_before_the_transfer_nothing_is_copied(self, side):
+    def test_memory_that_is_lost_before_the_transfer_is_not_copied(self, side):
         sides = {"src": watched(), "dst": watched()}
         sides[side].lost = gone
         with Transfers(wrap=lambda backend: fail_at(backend, 0)) as transfers:
@@ -58,7 +61,7 @@ class TestLostMemory:
                     call(PLAN, **sides)
                 assert str(caught.value) == "gone (LLM_KV_CACHE_NOT_EXIST)"
 
-    def test_during_the_transfer_no_byte_counts_as_arrived(self, side):
+    def test_memory_that_is_lost_during_the_transfer_confirms_no_byte(self, side):
         sides = {"src": watched(), "dst": watched()}
         task = kvplan.submit(PLAN, **sides)
         sides[side].lost = gone
@@ -71,7 +74,7 @@ class TestLostMemory:
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError])
-def test_an_interrupted_check_is_no_success(interruption):
+def test_an_interrupted_check_is_not_a_success(interruption):
     def interrupt():
         raise interruption
 
@@ -87,7 +90,7 @@ def test_an_interrupted_check_is_no_success(interruption):
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_an_interrupted_outcome_is_delivered_again_as_a_failure(begun):
-    """An interrupt may strike before the first line of what is called with the outcome."""
+    """An interrupt may occur before the first line of the callback."""
     outcomes = []
 
     def on_outcome(error):
@@ -103,11 +106,12 @@ def test_an_interrupted_outcome_is_delivered_again_as_a_failure(begun):
         for _ in range(2):
             with refused(LLMStatusCode.LLM_FAILED, "interrupted after the last byte") as caught:
                 task.wait()
-    assert outcomes == [None if begun else "not begun", caught.value]
+    assert outcomes[:1] == [None if begun else "not begun"]
+    assert [str(error) for error in outcomes[1:]] == [str(caught.value)]
 
 
 def test_a_second_thread_does_not_overtake_the_check():
-    """While one thread still checks the memory, no other may take the transfer for a success."""
+    """Another thread must not report success while one thread still checks the memory."""
     checking, second_waits = threading.Event(), threading.Event()
 
     def slow():
@@ -142,7 +146,7 @@ def test_a_second_thread_does_not_overtake_the_check():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_callback_that_raises_does_not_replace_the_failure(fails):
-    """It may fail, too: the error of the transfer says what has not arrived."""
+    """The error of the transfer names the unconfirmed bytes, even if the callback fails, too."""
     told = []
 
     def on_outcome(error):
@@ -155,7 +159,7 @@ def test_a_callback_that_raises_does_not_replace_the_failure(fails):
             with pytest.raises(LLMException) as caught:
                 task.wait()
             assert caught.value.unconfirmed == (((0, PLAN.num_descriptors),) if fails else ())
-    assert told == [caught.value if fails else None]
+    assert [repr(error) for error in told] == [repr(caught.value) if fails else "None"]
 
 
 def test_a_later_wait_does_not_delay_earlier_ones():
@@ -179,12 +183,12 @@ def test_a_child_that_is_forked_during_a_completion_callback_does_not_run_it(by_
         calling_back.set()
         assert forked.wait(30)
 
-    def child(task, said):
+    def child(task, results):
         for call in (task.wait, task.explain, lambda: task.done):
             try:
-                said.send(call())
+                results.send(call())
             except Exception as error:
-                said.send(str(error))
+                results.send(str(error))
 
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
@@ -199,11 +203,11 @@ def test_a_child_that_is_forked_during_a_completion_callback_does_not_run_it(by_
         assert calling_back.wait(30)
         process = context.Process(target=child, args=(task, sending))
         process.start()
-        said = [receiving.poll(30) and receiving.recv() for _ in range(3)]
+        results = [receiving.poll(30) and receiving.recv() for _ in range(3)]
         forked.set()
         thread.join()
         process.join()
-    assert said == [None, f"{task.explain()}", True]
+    assert results == [None, f"{task.explain()}", True]
     assert outcomes == [None]
 
 
@@ -233,8 +237,8 @@ def test_a_child_does_not_find_the_outcome_for_its_parent():
 
 
 def test_a_poll_finds_the_end_without_another_thread():
-    # Nothing follows this task: a caller that polls in a loop must not wait for a thread that gets
-    # the GIL only every 5 ms.
+    # Without a later task, a caller that polls in a loop must not depend on a thread that gets the
+    # GIL only every 5 ms.
     ended = []
     with Transfers() as transfers:
         task = transfers.submit(PLAN, watched(), watched(), ended.append)
@@ -253,3 +257,123 @@ def test_a_poll_finds_a_failure_and_does_not_raise_it():
         assert task.settled
         with pytest.raises(LLMException, match="gone"):
             task.wait()
+
+
+def test_a_check_of_memory_may_fail_without_a_text():
+    """Its error is a program's own."""
+
+    def nameless():
+        raise LLMException(status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+
+    src = watched()
+    task = kvplan.submit(PLAN, src, watched())
+    src.lost = nameless
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "no descriptor is confirmed"):
+        task.wait()
+
+
+@pytest.fixture
+def crowd():
+    """Hold all threads that run slow calls aside; return the event that ends their calls."""
+    ended = threading.Event()
+    for _ in range(40):
+        run_aside(ended.wait)
+    yield ended
+    ended.set()
+
+
+def test_a_limited_wait_is_not_delayed_by_slow_steps_of_other_tasks(crowd):
+    tracker = Tracker()
+    with Transfers() as transfers:
+        task = transfers.submit(PLAN, watched(), watched(), lambda _: None)
+        task.settles_aside = True
+        tracker.track(task, aside=True)
+        task.wait(20_000)
+        assert task.settled
+        assert not crowd.is_set()
+        crowd.set()
+        tracker.close(20)
+
+
+def test_steps_that_end_with_another_exception_settle_the_task(caplog):
+    def on_outcome(error):
+        if error is None:
+            raise MemoryError
+
+    tracker = Tracker()
+    with Transfers() as transfers:
+        task = transfers.submit(PLAN, watched(), watched(), on_outcome)
+        task.settles_aside = True
+        tracker.track(task, aside=True)
+        for _ in range(2):
+            with refused(LLMStatusCode.LLM_FAILED, "interrupted after the last byte"):
+                task.wait(5000)
+        assert task.settled
+        tracker.close(20)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+def test_a_timeout_of_any_real_type_is_a_number(kind):
+    tracker = Tracker()
+    with Transfers() as transfers:
+        task = transfers.submit(PLAN, watched(), watched(), lambda _: None)
+        task.settles_aside = True
+        tracker.track(task, aside=True)
+        task.wait(kind(20_000))
+        assert task.settled
+        tracker.close(20)
+
+
+def test_a_limited_wait_in_a_child_does_not_wait_for_threads_of_its_parent():
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+
+    def child(task):
+        try:
+            task.wait(20_000)
+        except NativeError as error:
+            sending.send(str(error))
+
+    with Transfers() as transfers:
+        task = transfers.submit(PLAN, watched(), watched())
+        task.settles_aside = True
+        assert task.wait_done(20_000)
+        process = context.Process(target=child, args=(task,))
+        process.start()
+        assert receiving.poll(10)
+        assert f"the task belongs to process {os.getpid()}" in receiving.recv()
+        process.join()
+        task.wait()
+
+
+def test_limited_waits_that_end_leave_nothing_behind():
+    hold, objects, tracker = threading.Event(), [], Tracker()
+    with Transfers() as transfers:
+        task = transfers.submit(PLAN, watched(), watched(), lambda _: hold.wait(30))
+        task.settles_aside = True
+        tracker.track(task, aside=True)
+        assert task.wait_done(20_000)
+        for _ in range(3):
+            for _ in range(20):
+                with refused(LLMStatusCode.LLM_TIMEOUT, "the transfer goes on"):
+                    task.wait(0)
+            gc.collect()
+            objects.append(sum(isinstance(o, threading.Event) for o in gc.get_objects()))
+        hold.set()
+        tracker.close(20)
+    assert objects[1] == objects[2]
+
+
+def test_an_error_without_frames_has_notes_of_its_own():
+    class Own(LLMException):
+        def __new__(cls):
+            return super().__new__(cls, "own")
+
+        def __init__(self):
+            super().__init__("own")
+
+    error = Own()
+    error.add_note("first")
+    equal = without_frames(error)
+    equal.add_note("second")
+    assert (type(equal), equal.args, error.__notes__) == (Own, ("own",), ["first"])

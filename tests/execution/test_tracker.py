@@ -1,4 +1,4 @@
-"""Trackers: which tasks they stop, in which order, and what they do where threads are short."""
+"""Trackers: the tasks that they stop, their order, and the behaviour without threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support import lone_user
 from tests.support.holding import held_transfers
 from tests.support.refusals import refused
 
-WAIT_S = 20  # for what happens at once
+WAIT_S = 20  # for results that come at once
 DESC = CacheDesc(4, (8, 100), DataType.DT_UINT8)
 PLAN = kvplan.plan(Transfer(Rows(DESC, [0, 1]), Rows(DESC, [5, 3])), local="src")
 REASON = LLMException("the engine is finalized")
@@ -29,7 +29,7 @@ def tensors(value: int) -> list[np.ndarray]:
 
 
 class Task(AwaitableTask):
-    """A task that ends when it is told to, or cancelled."""
+    """A task that ends by `end`, or by its cancellation."""
 
     def __init__(self, name: str, cancelled: list[str]) -> None:
         super().__init__()
@@ -59,8 +59,8 @@ class Task(AwaitableTask):
         pass
 
 
-def test_what_began_last_is_cancelled_first():
-    """Otherwise a task that waits for an earlier one would begin when that one ends."""
+def test_the_latest_task_is_cancelled_first():
+    """A task that waits for an earlier one would otherwise begin when that one ends."""
     cancelled, reported = [], SimpleQueue()
     tracker = Tracker()
     tasks = [Task(name, cancelled) for name in "abcd"]
@@ -73,7 +73,7 @@ def test_what_began_last_is_cancelled_first():
     tracker.close(WAIT_S)
 
 
-def test_what_comes_after_a_cancellation_is_cancelled_too():
+def test_a_task_after_the_cancellation_is_cancelled_too():
     cancelled = []
     tracker = Tracker()
     tracker.cancel(REASON)
@@ -85,7 +85,7 @@ def test_what_comes_after_a_cancellation_is_cancelled_too():
 
 
 @pytest.mark.parametrize("asked_to", ["track", "watch"])
-def test_what_the_end_of_its_executor_stopped_says_why_too(asked_to):
+def test_a_task_that_its_executor_stopped_has_the_reason_of_the_tracker(asked_to):
     """An engine that is finalized may stop a task before the tracker knows the task."""
     tracker, transfers = Tracker(), Transfers(1)
     task = transfers.layered(PLAN, tensors(1), tensors(2))
@@ -97,8 +97,8 @@ def test_what_the_end_of_its_executor_stopped_says_why_too(asked_to):
         task.wait()
 
 
-def test_the_first_cancellation_counts():
-    """A caller that stops a transfer finds what it asked for, though the engine ends next."""
+def test_the_first_cancellation_determines_the_reason():
+    """A caller that cancels a transfer gets its own reason, although the engine ends next."""
     tracker = Tracker()
     with Transfers(1) as transfers:
         task = transfers.layered(PLAN, tensors(1), tensors(2))
@@ -126,7 +126,7 @@ def test_layers_that_are_not_ready_are_cancelled(order):
 
 
 def in_completion_thread(call: Callable[[], Any]) -> Any:
-    """Return what `call` returns in the thread that settles tasks."""
+    """Return the result of `call` in the thread that settles tasks."""
     found: SimpleQueue[Any] = SimpleQueue()
 
     class Report:
@@ -143,7 +143,7 @@ def in_completion_thread(call: Callable[[], Any]) -> Any:
 
 
 def test_a_tracker_is_closed_in_the_thread_that_settles_tasks():
-    """A callback may finalize its engine: it does not wait for its own end."""
+    """A callback may finalize its engine, which then does not wait for the callback."""
     ended = Event()
 
     def close() -> bool:
@@ -157,7 +157,7 @@ def test_a_tracker_is_closed_in_the_thread_that_settles_tasks():
     thread.join()
 
 
-def test_a_slow_settling_that_is_set_aside_delays_no_other():
+def test_a_slow_callback_in_the_background_delays_no_other():
     go_on, settled = Event(), SimpleQueue()
     with held_transfers() as (transfers, let):
 
@@ -176,7 +176,7 @@ def test_a_slow_settling_that_is_set_aside_delays_no_other():
         assert settled.get(timeout=WAIT_S) is held[0]
 
 
-def test_calls_that_find_no_thread_run_at_once_and_take_none_from_later_ones():
+def test_calls_without_a_thread_run_at_once_and_later_ones_get_threads():
     program = """
         import threading
         from queue import SimpleQueue

@@ -1,4 +1,4 @@
-"""The life of a `Transfers`: what it stops when closed, and refuses then or in a forked child."""
+"""The life of a `Transfers`: `close` ends its tasks, and later calls or forked children fail."""
 
 import multiprocessing
 import sys
@@ -10,6 +10,7 @@ import pytest
 
 import kvplan
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Rows, Transfer, Transfers
+from kvplan.execution.memory import memory_of
 from kvplan.transport.local import LocalTransport
 from tests.support.lines import interrupted
 from tests.support.refusals import refused
@@ -20,21 +21,34 @@ PLAN = kvplan.plan(Transfer(Rows(DESC, [0]), Rows(DESC, [3])), local="dst")
 FOR_EVER_MS = 600_000
 
 
+@pytest.mark.parametrize("wrong", [-1, float("nan")])
+@pytest.mark.parametrize("call", [Transfers.execute, Transfers.verify])
+def test_a_wrong_timeout_is_refused_by_every_call(call, wrong):
+    src = tensors()
+    with Transfers(1) as transfers, LocalTransport() as transport:
+        base = transport.register(src[0]).address
+        with transport.connect(transport.metadata()) as link:
+            memory = link.memory([base], DESC.tensor_nbytes)
+            for source in (memory, memory_of("src", src)):
+                with pytest.raises(ValueError, match=r"^timeout_ms=.* must be >= 0 or None"):
+                    call(transfers, PLAN, source, memory_of("dst", tensors()), timeout_ms=wrong)
+
+
 def tensors() -> list[np.ndarray]:
     return [np.zeros(DESC.tensor_nbytes, np.uint8)]
 
 
 @pytest.mark.parametrize("call", [Transfers.submit, Transfers.execute])
 class TestUnusable:
-    def test_closed(self, call):
+    def test_closed_transfers_are_refused(self, call):
         transfers = Transfers(1)
         transfers.close()
         transfers.close()
         with refused(LLMStatusCode.LLM_ENGINE_FINALIZED, "closed"):
             call(transfers, PLAN, tensors(), tensors())
 
-    def test_closed_before_it_met_a_peer(self, call):
-        """Never falls back to copying a peer's addresses as if they were this process's."""
+    def test_transfers_closed_before_their_first_peer_are_refused(self, call):
+        """Addresses of a peer must never be copied as addresses of this process."""
         src = tensors()
         transfers = Transfers(1)
         with LocalTransport() as transport:
@@ -45,7 +59,7 @@ class TestUnusable:
                 with refused(LLMStatusCode.LLM_ENGINE_FINALIZED, "closed"):
                     call(transfers, PLAN, memory, tensors())
 
-    def test_closed_after_it_met_a_peer(self, call):
+    def test_transfers_closed_after_their_first_peer_are_refused(self, call):
         transfers = Transfers(1)
         with LocalTransport() as transport:
             src = tensors()
@@ -58,7 +72,7 @@ class TestUnusable:
                     with refused(LLMStatusCode.LLM_ENGINE_FINALIZED, "closed"):
                         call(transfers, PLAN, source, tensors())
 
-    def test_forked(self, call):
+    def test_a_forked_child_is_refused(self, call):
         transfers = Transfers(1)
         context = multiprocessing.get_context("fork")
         receiving, sending = context.Pipe(duplex=False)
@@ -80,12 +94,12 @@ class TestUnusable:
 
 @pytest.mark.parametrize("call", [Transfers.submit, Transfers.layered, Transfers.execute])
 @pytest.mark.parametrize("plan", [None, DESC, PLAN.to_dict()], ids=["nothing", "a cache", "a dict"])
-def test_what_is_no_plan_is_refused(call, plan):
+def test_a_value_that_is_not_a_plan_is_refused(call, plan):
     with Transfers(1) as transfers, pytest.raises(TypeError, match="plan="):
         call(transfers, plan, tensors(), tensors())
 
 
-def test_closing_ends_what_is_in_flight_to_peers_and_inside():
+def test_closing_ends_transfers_to_peers_and_inside():
     transfers = Transfers(1, lambda backend: delay(backend, FOR_EVER_MS))
     with LocalTransport() as transport:
         src = tensors()
@@ -102,7 +116,7 @@ def test_closing_ends_what_is_in_flight_to_peers_and_inside():
 
 @pytest.mark.parametrize("line", [1, 8])
 def test_a_submit_that_is_interrupted_leaves_nothing_in_flight(line):
-    """Its caller has no handle: `close`, which waits for what is in flight, returns."""
+    """The caller has no handle, so `close`, which waits for tasks in flight, must still return."""
 
     def interrupt():
         raise KeyboardInterrupt
@@ -128,7 +142,7 @@ LARGE_PLAN = kvplan.plan(
 
 
 class TestExecuteIsStopped:
-    """`execute` in one thread, `close(cancel=True)` in another."""
+    """`execute` runs in one thread, and `close(cancel=True)` in another."""
 
     @pytest.fixture
     def thread(self):
@@ -138,7 +152,7 @@ class TestExecuteIsStopped:
     def close_under(self, closing: Transfers, using: Transfers, thread) -> None:
         src, dst = np.full(LARGE.nbytes, 1, np.uint8), np.zeros(LARGE.nbytes, np.uint8)
         call = thread.submit(using.execute, LARGE_PLAN, [src], [dst])
-        while not dst[0]:  # until it moves; it takes 0.6 s in all
+        while not dst[0]:  # until bytes move; the copy takes 0.6 s
             assert not call.done(), call.result()
         closing.close(cancel=True)
         arrived = dst.copy()
@@ -150,12 +164,12 @@ class TestExecuteIsStopped:
             assert dst.reshape(64, -1)[row].all()
         assert missing
 
-    def test_by_their_close(self, thread):
+    def test_close_stops_execute(self, thread):
         with Transfers(2, lambda backend: limit_bandwidth(backend, 1e8)) as transfers:
             self.close_under(transfers, transfers, thread)
 
-    def test_by_the_close_of_a_share(self, thread):
-        """And what shares the threads goes on."""
+    def test_the_close_of_a_share_stops_execute(self, thread):
+        """Other users of the shared threads continue."""
         with Transfers(2, lambda backend: limit_bandwidth(backend, 1e8)) as transfers:
             share = transfers.share()
             self.close_under(share, share, thread)
@@ -163,14 +177,14 @@ class TestExecuteIsStopped:
             transfers.execute(PLAN, [np.full(DESC.tensor_nbytes, 3, np.uint8)], dst)
             assert dst[0][300:].all()
 
-    def test_with_what_they_share(self, thread):
+    def test_the_close_of_the_shared_threads_stops_execute(self, thread):
         transfers = Transfers(2, lambda backend: limit_bandwidth(backend, 1e8))
         self.close_under(transfers, transfers.share(), thread)
         with pytest.raises(LLMException, match="closed"):
             transfers.share()
 
-    def test_while_others_begin_to_share_them(self):
-        """Whoever comes with a share meanwhile has it closed too."""
+    def test_shares_that_begin_during_the_close_are_closed(self):
+        """A share that is made during the close is closed, too."""
         interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-6)
         try:
@@ -192,8 +206,8 @@ class TestExecuteIsStopped:
         finally:
             sys.setswitchinterval(interval)
 
-    def test_between_any_two_steps(self, thread):
-        """Small copies all the time, on their own thread: none comes after `close`."""
+    def test_no_copy_comes_after_the_close(self, thread):
+        """A thread makes small copies all the time, and none of them comes after `close`."""
         src, dst = np.zeros(DESC.tensor_nbytes, np.uint8), np.zeros(DESC.tensor_nbytes, np.uint8)
         with Transfers(1) as transfers:
             for number in range(1, 201):
@@ -214,8 +228,8 @@ class TestExecuteIsStopped:
                 assert not dst.any(), f"round {number}"
 
 
-def test_errors_keep_what_they_say_between_processes():
-    """As `multiprocessing` sends them: status, origin and what is not confirmed."""
+def test_errors_keep_their_fields_between_processes():
+    """Errors keep their status, origin and unconfirmed bytes when `multiprocessing` sends them."""
     with (
         multiprocessing.get_context("fork").Pool(1) as pool,
         refused(LLMStatusCode.LLM_TIMEOUT) as caught,
@@ -232,3 +246,16 @@ def failing():
         origin=PLAN.origin(0),
         unconfirmed=((0, 1),),
     )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "text"),
+    [
+        ({0: 1}, r"nodes\[0\]=1 must be"),
+        ({"a": [0]}, "a key of nodes='a' must"),
+        ({0: ["x"]}, "='x' must"),
+    ],
+)
+def test_nodes_of_wrong_types_are_named(nodes, text):
+    with pytest.raises(TypeError, match=text):
+        Transfers(1, nodes=nodes)

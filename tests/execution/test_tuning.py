@@ -1,4 +1,4 @@
-"""Which tuning is chosen: options, the environment, and files that are whatever they are."""
+"""The choice of a tuning: options, the environment, and files with any content."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvplan.execution.tuning import (
 )
 
 MINE = Finding(builtin_tuning()._replace(bypass_nbytes=9 << 20), True, ("measured",), 250.0)
-# By the text of a RecursionError; the parser of 3.14 looks at the stack itself.
+# Recognized by the text of a RecursionError; the parser of Python 3.14 checks the stack itself.
 TOO_DEEP = "Stack overflow" if sys.version_info >= (3, 14) else "recursion"
 
 
@@ -40,7 +40,29 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tuning_path()
 
 
-def test_what_is_stored_comes_back_and_is_used() -> None:
+def test_threads_that_race_share_their_copying_threads() -> None:
+    barrier, made, text = (
+        threading.Barrier(8),
+        list[object](),
+        '{"threads": 2, "piece_nbytes": 65664}',
+    )
+
+    def ask() -> None:
+        barrier.wait()
+        made.append(default_transfers(text))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=ask) for _ in range(barrier.parties)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+    assert made == [default_transfers(text)] * barrier.parties
+
+
+def test_a_stored_tuning_is_loaded_and_used() -> None:
     assert load_tuning() is None
     assert choose() == (builtin_tuning(), "built in", "")
     stored = save_tuning(MINE)
@@ -50,7 +72,7 @@ def test_what_is_stored_comes_back_and_is_used() -> None:
     assert choose("builtin") == (builtin_tuning(), "built in", "")
 
 
-def test_the_environment_says_what_no_option_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_applies_without_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     save_tuning(MINE)
     monkeypatch.setenv("KVPLAN_TUNING", "builtin")
     assert choose().tuning == builtin_tuning()
@@ -67,11 +89,11 @@ def test_large_transfers_measure_nothing(path: Path) -> None:
     src, dst = np.ones((2, 4, 1 << 20), np.uint8)
     rows = Rows(CacheDesc(1, src.shape, DataType.DT_UINT8), range(4))
     default_transfers("auto").execute(kvplan.plan(Transfer(rows, rows), local="dst"), [src], [dst])
-    assert set(threading.enumerate()) <= before  # earlier tests may have left some that end
+    assert set(threading.enumerate()) <= before  # earlier tests may have left threads that end
     assert not path.parent.exists()
 
 
-def test_a_tuning_that_is_given() -> None:
+def test_a_given_tuning_is_used() -> None:
     given = choose('{"threads": 3, "bypass_nbytes": 1000000}')
     expected = builtin_tuning()._replace(threads=3, bypass_nbytes=1_000_000)
     assert given == (expected, "kvplan.tuning", "")
@@ -110,7 +132,7 @@ def test_an_option_is_checked_when_it_is_given(text: str, expected: str) -> None
         ("x" * (2 << 20), "more than 1048576 bytes"),
     ],
 )
-def test_a_file_that_is_something_else_is_not_used_and_not_touched(
+def test_a_file_with_other_content_is_not_used_and_not_changed(
     path: Path, text: str, expected: str
 ) -> None:
     path.parent.mkdir()
@@ -142,7 +164,7 @@ def test_a_file_that_is_something_else_is_not_used_and_not_touched(
         {"measured": "2026-01-01\x1b]0;title\x07"},
     ],
 )
-def test_an_entry_that_is_no_tuning_is_not_used(path: Path, change: dict[str, Any]) -> None:
+def test_a_wrong_entry_is_not_used(path: Path, change: dict[str, Any]) -> None:
     save_tuning(MINE)
     document = json.loads(path.read_text())
     document["machines"][this_processor()].update(change)
@@ -150,11 +172,11 @@ def test_an_entry_that_is_no_tuning_is_not_used(path: Path, change: dict[str, An
     found = choose()
     assert found.tuning == builtin_tuning()
     assert f"machines['{this_processor()}']" in found.note
-    save_tuning(MINE)  # only this machine's is wrong, and it is replaced
+    save_tuning(MINE)  # replaces only the wrong entry of this machine
     assert choose().tuning == MINE.tuning
 
 
-def test_other_machines_stay(path: Path) -> None:
+def test_entries_of_other_machines_are_kept(path: Path) -> None:
     path.parent.mkdir()
     path.write_text('{"schema_version": 3, "machines": {"another": {"of": "a later version"}}}')
     assert load_tuning() is None
@@ -162,8 +184,8 @@ def test_other_machines_stay(path: Path) -> None:
     assert json.loads(path.read_text())["machines"]["another"] == {"of": "a later version"}
 
 
-def test_what_was_measured_on_other_cores_is_not_used() -> None:
-    """A container that may use fewer has the same processor, and a tuning of its own."""
+def test_a_tuning_of_other_cores_is_not_used() -> None:
+    """A container with fewer cores has the same processor, but a tuning of its own."""
     cores = os.sched_getaffinity(0)
     if usable_cores() < 2:
         pytest.skip("a machine with one core")
@@ -187,15 +209,15 @@ def store_beside_ever_deeper_ones(path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="it writes as deep as it reads")
-def test_what_is_too_deep_to_be_written_again_is_refused(path: Path) -> None:
-    """Python 3.12 reads deeper than it writes."""
+def test_a_file_that_is_too_deep_to_write_is_refused(path: Path) -> None:
+    """Python 3.12 reads deeper values than it writes."""
     path.parent.mkdir()
     with pytest.raises(LLMException, match="recursion"):
         store_beside_ever_deeper_ones(path)
     assert "another" in path.read_text()
 
 
-def test_what_is_not_a_file(path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_reported(path: Path) -> None:
     path.mkdir(parents=True)
     assert "not a regular file" in choose().note
     path.rmdir()
@@ -204,13 +226,15 @@ def test_what_is_not_a_file(path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to others")
-def test_a_file_of_another_user(path: Path) -> None:
+def test_a_file_of_another_user_is_not_used(path: Path) -> None:
     save_tuning(MINE)
     os.chown(path, 12345, 12345)
     assert "it belongs to user 12345" in choose().note
 
 
-def test_no_place_for_a_file(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+def test_without_a_folder_the_builtin_tuning_is_used(
+    monkeypatch: pytest.MonkeyPatch, path: Path
+) -> None:
     path.parent.write_text("a file where the folder would be")
     found = choose()
     assert found.tuning == builtin_tuning()

@@ -1,4 +1,4 @@
-"""What is read again is compared as long as it is what was moved."""
+"""Verification compares the bytes only while both sides still belong to the request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Leased(HostMemory):
 
     arrays: list[np.ndarray]
     checks = 0
-    ends_after = 0  # so many checks that pass
+    ends_after = 0  # number of checks that pass
 
     def check(self) -> None:
         self.checks += 1
@@ -36,8 +36,8 @@ class Leased(HostMemory):
                 array[:] = 9
 
 
-def test_each_read_has_the_time_that_is_left() -> None:
-    """In milliseconds, as the whole of it."""
+def test_each_read_has_the_remaining_time() -> None:
+    """The limit of each read is in milliseconds, like the timeout of the call."""
     src, dst = (
         HostMemory.from_arrays([np.zeros(DESC.shape, np.uint8) for _ in range(2)]) for _ in "sd"
     )
@@ -59,8 +59,8 @@ def test_each_read_has_the_time_that_is_left() -> None:
 
 
 @pytest.mark.parametrize("ends_after", [1, 2])
-def test_a_lease_that_ends_while_bytes_are_compared_comes_first(ends_after: int) -> None:
-    """Nothing was moved wrongly: the blocks are another request's."""
+def test_the_end_of_a_lease_is_reported_instead_of_wrong_bytes(ends_after: int) -> None:
+    """The bytes differ because the blocks belong to another request, so the lease is the error."""
     arrays = [np.full(DESC.shape, 5, np.uint8) for _ in range(2)]
     src = Leased.from_arrays(arrays)
     assert isinstance(src, Leased)
@@ -69,14 +69,14 @@ def test_a_lease_that_ends_while_bytes_are_compared_comes_first(ends_after: int)
     with Transfers(1) as transfers:
         transfers.execute(PLAN, src, dst)
         transfers.verify(PLAN, src, dst)
-        # One check before what is read again, and one after it.
+        # One check before the read, and one after the read.
         src.checks, src.ends_after = 0, ends_after
         with refused("LLM_KV_CACHE_NOT_EXIST", "released"):
             transfers.verify(PLAN, src, dst)
 
 
 @pytest.mark.parametrize("more", [0, 1, SCRATCH_NBYTES // 2])
-def test_a_descriptor_larger_than_what_is_read_at_once_is_compared_whole(more: int) -> None:
+def test_a_descriptor_larger_than_the_scratch_memory_is_compared_whole(more: int) -> None:
     desc = CacheDesc(1, (2, SCRATCH_NBYTES + more), DataType.DT_UINT8)
     plan = kvplan.plan(Transfer(Rows(desc, [0]), Rows(desc, [1])), local="dst")
     given = np.random.default_rng(7).integers(0, 256, desc.shape, np.uint8)

@@ -29,7 +29,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def machine(request: pytest.FixtureRequest) -> str:
-    """What engines are linked over: see tests/support/places.py."""
+    """The machine that links the engines: see tests/support/places.py."""
     libraries = {"ucx": "ucx", "ascend": "simulator", "cuda": "cuda_simulator"}
     if library := libraries.get(request.param):
         request.getfixturevalue(library)
@@ -37,25 +37,26 @@ def machine(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def served_by_nobody(machine: str) -> None:
-    """The peer need not run for its memory to be reached."""
+def needs_no_running_peer(machine: str) -> None:
+    """A skip over TCP, where the peer's process must run for its memory to be reached."""
     if machine == "tcp":
         pytest.skip("requests are served by the peer's process, though not by its Python")
 
 
 @pytest.fixture
 def first_unconfirmed(machine: str) -> tuple[int, ...]:
-    """What it may be, of a transfer whose memory went when one descriptor was posted.
+    """The possible first unconfirmed descriptors, if memory went when one descriptor was posted.
 
-    The server of a request looks before and after it, and may come to it when the memory has gone;
-    so do UCX and HCCL with each batch. Otherwise one look at the end is for all.
+    The server of a request looks before and after it, and may reach it when the memory is already
+    gone. UCX and HCCL look likewise for each batch. On the host, one look at the end is for all
+    descriptors.
     """
     return (0,) if machine == "host" else (0, 1)
 
 
 @pytest.fixture
 def make_engine(machine: str) -> Iterator[MakeEngine]:
-    """Makes initialized engines in this process, and finalizes them."""
+    """A function that makes initialized engines in this process; the fixture finalizes them."""
     with ExitStack() as held:
 
         def make(
@@ -71,7 +72,7 @@ def make_engine(machine: str) -> Iterator[MakeEngine]:
 
 @pytest.fixture(scope="session")
 def idle() -> Iterator[dict[str, list[Peer]]]:
-    """Processes without an engine, by machine: to start one takes longer than most tests."""
+    """Processes without an engine, by machine. Starting one takes longer than most tests."""
     peers: dict[str, list[Peer]] = defaultdict(list)
     yield peers
     for peer in (item for them in peers.values() for item in them):
@@ -80,7 +81,7 @@ def idle() -> Iterator[dict[str, list[Peer]]]:
 
 @pytest.fixture
 def make_peer(machine: str, idle: dict[str, list[Peer]]) -> Iterator[MakePeer]:
-    """Makes engines in processes of their own."""
+    """A function that makes engines in processes of their own."""
     made: list[Peer] = []
 
     def make(cluster_id: int, **options: Any) -> Peer:
@@ -108,7 +109,7 @@ def peer(make_peer: MakePeer) -> Peer:
 
 @pytest.fixture
 def gate() -> Iterator[Gate]:
-    """Holds the transfers of the engine `gated`."""
+    """A gate that holds the transfers of the engine `gated`."""
     gate = Gate()
     yield gate
     gate.close()
@@ -116,7 +117,7 @@ def gate() -> Iterator[Gate]:
 
 @pytest.fixture
 def gated(gate: Gate, make_engine: MakeEngine) -> Iterator[MakeEngine]:
-    """Makes an engine whose transfers stand still after the first descriptor."""
+    """A function that makes an engine whose transfers stop after the first descriptor."""
     transfers = Transfers(1, gate.wrap)
 
     def make(cluster_id: int, **options: Any) -> LlmDataDist:
@@ -129,7 +130,7 @@ def gated(gate: Gate, make_engine: MakeEngine) -> Iterator[MakeEngine]:
 
 @pytest.fixture
 def attempt(gate: Gate, gated: MakeEngine) -> Iterator[Attempt]:
-    """Makes a call in a thread of its own; what comes is the LLMException that it raised."""
+    """A function that runs a call in a thread; the future has its LLMException, or None."""
     threads = []
 
     def begin(call: Callable[[], object]) -> Future[LLMException | None]:

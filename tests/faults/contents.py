@@ -1,4 +1,4 @@
-"""What caches are filled with, in whichever process, and the shape that most of them have."""
+"""Contents of caches in any process, and the usual description of a cache."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from kvplan import Cache, CacheDesc, DataType, LlmDataDist
 
 DESC = CacheDesc(8, (4, 64), DataType.DT_INT32)
-"""A slot of it is eight descriptors of 256 bytes."""
+"""A slot is eight descriptors of 256 bytes."""
 
 Tensor = NDArray[np.int32]
 
 
 def pattern(seed: int, desc: CacheDesc = DESC) -> list[Tensor]:
-    """Tensors of which no two bytes of one place are alike for two small seeds."""
+    """Return tensors whose bytes at one place differ for any two small seeds."""
     return [
         (np.arange(desc.tensor_nbytes // 4, dtype=np.int32) * 16 + tensor * 100_000 + seed).reshape(
             desc.shape
@@ -26,7 +26,7 @@ def pattern(seed: int, desc: CacheDesc = DESC) -> list[Tensor]:
 
 
 def own(machine: str, cluster_id: int, arrays: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
-    """Memory of a program's own with this content, where that machine has it, as it is registered.
+    """Return memory of the program with this content, and what registers it (arrays or addresses).
 
     On a device the arrays are views, and addresses are registered.
     """
@@ -44,7 +44,10 @@ def own(machine: str, cluster_id: int, arrays: list[Tensor]) -> tuple[list[Tenso
 def make_cache(
     datadist: LlmDataDist, memory: str, seed: int | None, desc: CacheDesc = DESC
 ) -> tuple[Cache, list[Tensor]]:
-    """Return a cache, "allocated" or "registered", and its arrays: a pattern, or without: zeros."""
+    """Return a cache, "allocated" or "registered", and its arrays.
+
+    Without a seed they are zero, else a pattern.
+    """
     given = [np.zeros(desc.shape, np.int32) for _ in range(desc.num_tensors)]
     if seed is not None:
         given = pattern(seed, desc)

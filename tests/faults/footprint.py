@@ -1,4 +1,4 @@
-"""What a process holds of the system, counted."""
+"""Counts of the resources that a process holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvplan.transport.local import LocalTransport
 
 
 class Footprint(TypedDict):
-    """Descriptors, mappings, threads, registrations that peers can see; resident KiB."""
+    """Descriptors, mappings, threads, registrations that peers can see, and resident KiB."""
 
     descriptors: int
     mappings: int
@@ -21,7 +21,7 @@ class Footprint(TypedDict):
 
 
 def footprint() -> Footprint:
-    """Return it, after what is garbage has gone."""
+    """Return the footprint after a garbage collection."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {

@@ -1,4 +1,4 @@
-"""A transfer that stands still after its first batch until the test lets it go on."""
+"""A gate that holds a transfer after its first batch until the test opens it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import select
 from kvnative._backend import Backend
 from tests.support.wrappers import limit_batch, trace
 
-DEADLINE_S = 30.0  # of what happens at once, on a machine that stalls
+DEADLINE_S = 30.0  # for events that are immediate unless the machine stalls
 
 
 class Gate:
-    """Held shut by a pipe that is full: a trace that cannot be written holds up what it traces.
+    """A gate that is shut by a full pipe: a backend waits until it can write its trace.
 
     Give `wrap` to the `Transfers` of one engine, and begin the transfer in a thread of its own.
     """
 
     def __init__(self) -> None:
-        self._told, self._tell = os.pipe()
+        self._reported, self._report = os.pipe()
         self._hold, self._held = os.pipe()
         os.set_blocking(self._held, False)
         for size in (4096, 1):
@@ -31,23 +31,23 @@ class Gate:
         self._open = False
 
     def wrap(self, backend: Backend) -> Backend:
-        """A batch is one descriptor; the first is reported, and then held."""
-        return limit_batch(trace(trace(backend, self._tell), self._held), 1)
+        """Return a backend with batches of one descriptor that reports and then holds the first."""
+        return limit_batch(trace(trace(backend, self._report), self._held), 1)
 
     def wait(self) -> None:
-        """Return once the first batch was submitted: most backends have moved it then."""
-        ready, _, _ = select.select([self._told], [], [], DEADLINE_S)
+        """Return when the first batch was submitted; most backends have moved it by then."""
+        ready, _, _ = select.select([self._reported], [], [], DEADLINE_S)
         assert ready, "no transfer has begun"
 
     def open(self) -> None:
-        """Let everything pass, from now on."""
+        """Let all batches pass from now on."""
         if not self._open:
             self._open = True
-            os.close(self._told)
+            os.close(self._reported)
             os.close(self._hold)
 
     def close(self) -> None:
-        """Open it, and close the pipes; no transfer may be in flight any more."""
+        """Open the gate, and close the pipes; no transfer may be in flight any more."""
         self.open()
-        os.close(self._tell)
+        os.close(self._report)
         os.close(self._held)

@@ -1,4 +1,4 @@
-"""Blocks that a peer has leased, and what moves them."""
+"""Blocks that a peer has leased, and calls that move them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ THEIRS, MINE = [2, 0], [1, 3]
 
 
 def lease_at(peer: Peer, memory: str = "allocated", ttl_ms: float | None = None) -> BlockLease:
-    """A lease of blocks THEIRS of a cache of pattern 1, which are `arrays` there."""
+    """Return a lease of blocks THEIRS of a new cache of the peer.
+
+    Its content, `arrays`, is pattern 1.
+    """
     blob = peer.run(
         """
         if memory == "registered":
@@ -40,7 +43,7 @@ def lease_at(peer: Peer, memory: str = "allocated", ttl_ms: float | None = None)
 
 
 LARGE: Final = CacheDesc(4, (4, 1 << 20), DataType.DT_UINT8)
-"""16 MiB: some 2 ms, in 32 pieces or more."""
+"""16 MiB, which move in about 2 ms, in 32 pieces or more."""
 PUSH: Final = """
 from threading import Thread
 desc = CacheDesc(4, (4, 1 << 20), DataType.DT_UINT8)
@@ -56,7 +59,10 @@ def push(lease):
     except LLMException as error:
         why.append(error.status_code.name)
 """
-"""Makes a peer's `push`, which goes on until it fails; `BEGIN` begins it in a thread."""
+"""Code that defines a peer's `push`, which repeats until a push fails;
+
+`BEGIN` runs it in a thread.
+"""
 BEGIN: Final = """
 lease, why = BlockLease.from_bytes(blob), []
 thread = Thread(target=push, args=(lease,), daemon=True)
@@ -65,16 +71,16 @@ thread.start()
 
 
 def pushed_into(owner: LlmDataDist, machine: str, memory: str) -> tuple[list[Tensor], Cache]:
-    """A cache of LARGE, all zero; hold its arrays as long as it is registered."""
+    """Return a cache of LARGE, all zero, and its arrays, which must live while it is registered."""
     if memory == "registered":
         empty = [np.zeros(LARGE.shape, np.uint8) for _ in range(LARGE.num_tensors)]
-        arrays, given = own(machine, 8, empty)
-        return arrays, owner.register_blocks_cache(LARGE, given)
+        arrays, memory_to_register = own(machine, 8, empty)
+        return arrays, owner.register_blocks_cache(LARGE, memory_to_register)
     cache = owner.allocate_blocks_cache(LARGE)
     return owner.arrays(cache), cache
 
 
-def here(user: LlmDataDist, seed: int | None = None) -> tuple[Cache, list[Tensor]]:
+def make_local_cache(user: LlmDataDist, seed: int | None = None) -> tuple[Cache, list[Tensor]]:
     cache = user.allocate_blocks_cache(DESC)
     arrays = user.arrays(cache)
     for array, tensor in zip(arrays, pattern(seed or 0), strict=True):
@@ -88,5 +94,5 @@ def mover(user: LlmDataDist, direction: str, lease: BlockLease, cache: Cache) ->
     return lambda: user.push_blocks(cache, lease, MINE, timeout_ms=LONG_MS)
 
 
-def there(peer: Peer) -> list[list[list[int]]]:
+def their_arrays(peer: Peer) -> list[list[list[int]]]:
     return list(peer.run("result = [it.tolist() for it in arrays]"))

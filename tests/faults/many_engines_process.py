@@ -1,4 +1,4 @@
-"""Many engines, each in a process of its own: forked, so that they are there at once."""
+"""Many engines, each in a process of its own: forks, so that all start fast."""
 
 import atexit
 import json
@@ -12,7 +12,7 @@ from tests.support.places import CLUSTER_KEY, PEER_LISTEN
 
 
 def names(number: str) -> dict[str, Any]:
-    """`engines`: by cluster, where it listens, and its pid."""
+    """Return `engines`: the listening address and the pid of each cluster."""
     reader, writer = os.pipe()
     for cluster_id in range(1, int(number) + 1):
         if not (child := os.fork()):
@@ -26,7 +26,7 @@ def names(number: str) -> dict[str, Any]:
 
 
 def serve(cluster_id: int, writer: int) -> None:
-    """Until the test has closed its connection, which is stdin."""
+    """Run an engine until the test closes its connection, which is stdin."""
     with LlmDataDist(cluster_id, LlmRole.PROMPT) as datadist:
         datadist.initialize(
             Options(listen_ip_info=PEER_LISTEN, cluster_key_file=CLUSTER_KEY or None)

@@ -1,4 +1,4 @@
-"""What a call came to, held against what is in memory."""
+"""Outcomes of calls, compared with the contents of memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ COUNT = DESC.num_tensors  # descriptors of a slot
 
 
 def unconfirmed(error: LLMException) -> set[int]:
-    """The descriptors that it does not vouch for."""
+    """Return the descriptors that the error does not confirm."""
     return {index for first, last in error.unconfirmed for index in range(first, last)}
 
 
 def assert_confirmed(
     error: LLMException | None, dst: Sequence[Tensor], src: Sequence[Tensor], slot: int = 0
 ) -> None:
-    """What is confirmed of a whole slot has arrived; no other slot was touched."""
+    """Check that the confirmed descriptors of a slot have arrived, and no other slot changed."""
     missing = set() if error is None else unconfirmed(error)
-    for number, (to, from_) in enumerate(zip(dst, src, strict=True)):
+    for number, (destination, source) in enumerate(zip(dst, src, strict=True)):
         if number not in missing:
-            assert (to[slot] == from_[slot]).all(), f"descriptor {number} is confirmed"
-        others = [row for row in range(len(to)) if row != slot]
-        assert not to[others].any()
+            assert (destination[slot] == source[slot]).all(), f"descriptor {number} is confirmed"
+        other_rows = [row for row in range(len(destination)) if row != slot]
+        assert not destination[other_rows].any()

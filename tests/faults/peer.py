@@ -1,4 +1,4 @@
-"""The tests' side of peer_process.py: an engine in another process, which may be killed."""
+"""The tests' side of peer_process.py: an engine in another process that tests may kill."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.places import PEER_COMMAND, PEER_LISTEN
 
 
 class Peer(peer.Peer):
-    """A process; after `start` it has an engine `datadist`, listening at `address`."""
+    """A process that has, after `start`, an engine `datadist` listening at `address`."""
 
     module = "tests.faults.peer_process"
     flags = ("-W", "error")
@@ -38,7 +38,7 @@ class Peer(peer.Peer):
         return ClusterInfo(self.cluster_id, self.address)
 
     def make_cache(self, memory: str = "allocated", seed: int | None = 1) -> int:
-        """Make a cache of DESC there, with its arrays as `arrays`; returns its id."""
+        """Make a cache of DESC in the peer, with its arrays as `arrays`, and return its id."""
         return int(
             self.run(
                 "cache, arrays = make_cache(datadist, memory, seed); result = cache.cache_id",
@@ -48,12 +48,12 @@ class Peer(peer.Peer):
         )
 
     def state(self, cluster_id: int) -> str | None:
-        found = self.run(
+        cache_id = self.run(
             "link = link_of(datadist, them); result = link and link.state.name", them=cluster_id
         )
-        return None if found is None else str(found)
+        return None if cache_id is None else str(cache_id)
 
     def wait_for_state(self, cluster_id: int, state: str) -> str:
-        """Wait for it there; returns the last error of the link."""
+        """Wait in the peer for a state of a link, and return the last error of the link."""
         code = "result = wait_for_state(datadist, them, LinkState[state])"
         return str(self.run(code, them=cluster_id, state=state))

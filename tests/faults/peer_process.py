@@ -1,4 +1,4 @@
-"""What a `Peer` has: the names of kvplan and of the wrappers, and helpers of this room."""
+"""The names that snippets in a `Peer` can use: kvplan's, wrappers, and helpers of this folder."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""Waiting for the state of a link: woken by what is logged, which every step of a link is."""
+"""Waits for the state of a link: each step of a link is logged, and a log record wakes the wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def link_of(datadist: LlmDataDist, cluster_id: int) -> LinkStatus | None:
 
 
 def wait_for_state(datadist: LlmDataDist, cluster_id: int, state: LinkState | None) -> str:
-    """Wait until the link with a cluster is in a state (None: is no more); returns its error."""
+    """Wait until the link with a cluster is in a state (None: removed), and return its error."""
     logger = logging.getLogger("kvplan")
     changed, level = _Changed(), logger.level
     logger.addHandler(changed)

@@ -1,4 +1,4 @@
-"""Many threads, links and peers at once: every byte is where it should be."""
+"""Many threads, links and peers at once: every byte arrives at its place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NUM_PEERS = 64
 def test_threads_pull_and_push_over_several_links(
     make_engine: MakeEngine, make_peer: MakePeer, memory: str
 ) -> None:
-    """Each thread has a slot of its own at each peer, and finds there what it has put."""
+    """Each thread writes to a slot of its own at each peer, and reads the same bytes back."""
     rounds, num_threads = 25, DESC.batch_size
     user = make_engine(9)
     peers = [make_peer(cluster_id) for cluster_id in (1, 2, 3)]
@@ -111,7 +111,7 @@ class ManyEngines(Peer):
 
 @pytest.fixture
 def many_engines() -> Iterator[dict[int, tuple[str, int]]]:
-    """Engines of clusters 1 to 64, each in a process: where they listen, and their pids."""
+    """Engines of clusters 1 to 64, each in a process: their addresses and pids."""
     peer = ManyEngines(str(NUM_PEERS), prefix=PEER_COMMAND)
     yield peer.run("result = engines")
     peer.finish()

@@ -1,4 +1,4 @@
-"""Transfers that run out of time, or fail at one descriptor: what is confirmed has arrived."""
+"""Transfers that time out, or fail at one descriptor: confirmed descriptors have arrived."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ memories = pytest.mark.parametrize("memory", ["allocated", "registered"])
 
 @pytest.fixture
 def make_faulty(make_engine: MakeEngine) -> Iterator[MakeFaulty]:
-    """Makes an engine of cluster 2 whose transfers have faults."""
+    """A function that makes an engine of cluster 2 whose transfers have faults."""
     with ExitStack() as held:
 
         def make(wrap: Wrap) -> LlmDataDist:
@@ -69,8 +69,8 @@ def one_at_a_time(rate: float) -> Wrap:
 def test_a_deadline_passes_amid_the_descriptors(
     make_faulty: MakeFaulty, peer: Peer, direction: str, memory: str
 ) -> None:
-    """Whatever was moved by then; and nothing moves behind the caller's back."""
-    user = make_faulty(one_at_a_time(SLOT_NBYTES / 0.16))  # 20 ms a descriptor
+    """The confirmed descriptors have arrived, and no byte moves after the call."""
+    user = make_faulty(one_at_a_time(SLOT_NBYTES / 0.16))  # 20 ms for each descriptor
     remote = peer.make_cache(memory, seed=1 if direction == "pull" else None)
     cache, arrays = make_cache(user, memory, None if direction == "pull" else 2)
     link(user, peer)
@@ -79,7 +79,7 @@ def test_a_deadline_passes_amid_the_descriptors(
     missing = unconfirmed(error.value)
     assert missing
     first = min(missing)
-    assert missing == set(range(first, COUNT))  # one after the other
+    assert missing == set(range(first, COUNT))  # the descriptors move one after the other
     if direction == "pull":
         assert_confirmed(error.value, arrays, pattern(1))
         assert not any(arrays[index].any() for index in range(first + 1, COUNT))
@@ -103,7 +103,7 @@ def test_a_deadline_passes_amid_the_descriptors(
 
 @memories
 @directions
-def test_nothing_comes_in_time(
+def test_a_transfer_that_moves_nothing_in_time(
     make_faulty: MakeFaulty, peer: Peer, direction: str, memory: str
 ) -> None:
     user, remote = make_faulty(lambda value: delay(value, FOR_EVER_MS)), peer.make_cache(memory)
@@ -118,7 +118,7 @@ def test_nothing_comes_in_time(
     assert peer.state(2) is None
 
 
-def test_what_is_given_no_deadline_has_that_of_the_option(
+def test_a_call_without_a_deadline_has_that_of_the_option(
     make_engine: MakeEngine, peer: Peer
 ) -> None:
     with Transfers(1, lambda value: delay(value, FOR_EVER_MS)) as transfers:
@@ -204,10 +204,10 @@ def test_a_fault_is_reported_by_its_own_status_and_consumes_no_key(
         user.pull_cache(key, cache)
 
 
-def test_ranges_that_are_late_name_the_first_that_may_be_missing(
+def test_late_ranges_name_the_first_that_may_be_missing(
     make_engine: MakeEngine, peer: Peer
 ) -> None:
-    """However they were begun."""
+    """The result is the same for each verb."""
     with Transfers(1, lambda value: delay(value, FOR_EVER_MS)) as transfers:
         user = make_engine(2, transfers=transfers)
         desc = CacheDesc(1, (1, 4096), DataType.DT_INT8)

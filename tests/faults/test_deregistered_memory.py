@@ -1,4 +1,4 @@
-"""Memory is unregistered or freed under a transfer, at either end."""
+"""Memory that is unregistered or freed during a transfer, at either end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ memories = pytest.mark.parametrize("memory", DEREGISTER)
 @pytest.mark.over_tcp
 @memories
 @directions
-def test_at_the_peer(
+def test_unregistering_at_the_peer_during_a_transfer(
     gated: MakeEngine,
     peer: Peer,
     gate: Gate,
@@ -46,7 +46,7 @@ def test_at_the_peer(
     error = call.result(30)
     assert error is not None
     assert error.status_code is NOT_EXIST, error
-    if direction == "push":  # whoever writes looks before each piece
+    if direction == "push":  # a writer checks before each piece
         first_unconfirmed = (0, 1)
     assert unconfirmed(error) in [set(range(first, COUNT)) for first in first_unconfirmed]
     mine = link_of(user, 1)
@@ -54,7 +54,7 @@ def test_at_the_peer(
     assert (mine.state, mine.in_flight, peer.state(2)) == (LinkState.LINKED, 0, "LINKED")
     assert mine.last_error == str(error)
     assert (mine.bytes_pulled, mine.bytes_pushed) == (0, 0)
-    # And the link is as good as before.
+    # The link still works.
     with refused(NOT_EXIST):
         move(user, direction, remote, cache)
     again = peer.make_cache(memory, seed=3)
@@ -63,14 +63,14 @@ def test_at_the_peer(
 
 
 @pytest.mark.over_tcp
-def test_pages_that_are_another_cache_by_now(
+def test_pages_that_another_cache_has_taken_over(
     gated: MakeEngine,
     make_peer: MakePeer,
     gate: Gate,
     attempt: Attempt,
     first_unconfirmed: tuple[int, ...],
 ) -> None:
-    """The address is mapped, and in a cache that is offered: it is another one all the same."""
+    """The address is still mapped and offered, but as part of another cache."""
     peer = make_peer(1, mem_pool_config=PoolConfig(DESC.nbytes, 10))
     user, remote = gated(2), peer.make_cache(seed=1)
     cache, _ = make_cache(user, "allocated", None)
@@ -92,10 +92,13 @@ def test_pages_that_are_another_cache_by_now(
 
 
 @directions
-def test_of_a_local_cache_that_was_allocated(
+def test_freeing_a_local_cache_during_its_transfer(
     gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str
 ) -> None:
-    """What a transfer uses stays until it ends: it succeeds, and no other cache's bytes move."""
+    """A transfer keeps its local memory until it ends.
+
+    So it succeeds, and moves no foreign bytes.
+    """
     user = gated(2, mem_pool_config=PoolConfig(DESC.nbytes, 10))
     remote = peer.make_cache(seed=1 if direction == "pull" else None)
     cache, arrays = make_cache(user, "allocated", None if direction == "pull" else 2)
@@ -147,7 +150,7 @@ def test_a_cache_that_is_freed_stays_for_its_claimant(
 
 @pytest.mark.over_tcp
 def test_pages_that_their_owner_has_unmapped(make_engine: MakeEngine, peer: Peer) -> None:
-    """Registered by address, unmapped, and not unregistered: an error, at both ends no crash."""
+    """Memory that is unmapped but still registered causes an error. Neither end crashes."""
     user = make_engine(2)
     remote = peer.run(
         """
@@ -155,7 +158,9 @@ def test_pages_that_their_owner_has_unmapped(make_engine: MakeEngine, peer: Peer
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
         size = -(-DESC.nbytes // 4096) * 4096
-        address = libc.mmap(None, ctypes.c_size_t(size), 3, 0x22, -1, ctypes.c_long(0))
+        # Far below other mappings, so that no other thread fills the hole.
+        free = ctypes.c_void_p(1 << 45)
+        address = libc.mmap(free, ctypes.c_size_t(size), 3, 0x22, -1, ctypes.c_long(0))
         addresses = [address + i * DESC.tensor_nbytes for i in range(DESC.num_tensors)]
         result = datadist.register_cache(DESC, addresses).cache_id
         """
@@ -176,5 +181,9 @@ def test_pages_that_their_owner_has_unmapped(make_engine: MakeEngine, peer: Peer
     for number, array in enumerate(arrays):
         if number not in missing:
             assert np.array_equal(array[0], pattern(5)[number][0])
-    peer.run("datadist.unregister_cache(cache_id)", cache_id=remote)
+    peer.run(
+        "datadist.unregister_cache(cache_id)",
+        "libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(half))",
+        cache_id=remote,
+    )
     assert link_of(user, 1).state is LinkState.LINKED

@@ -1,4 +1,4 @@
-"""Pools, links and descriptors run out, and are there again."""
+"""Pools, links and descriptors that run out, and are free again."""
 
 from __future__ import annotations
 
@@ -52,10 +52,8 @@ def test_a_pool_runs_out_and_recovers(make_engine: MakeEngine, make_peer: MakePe
                 move(user, "pull", remote, cache)
 
 
-def test_what_is_freed_is_free_while_a_peer_does_not_listen(
-    make_engine: MakeEngine, peer: Peer
-) -> None:
-    """Updates pending for a stopped peer keep no memory from its pool."""
+def test_freed_memory_is_free_while_a_peer_is_stopped(make_engine: MakeEngine, peer: Peer) -> None:
+    """Updates that wait for a stopped peer keep no memory of its pool."""
     slow = {"heartbeat_interval_ms": 20_000, "heartbeat_timeout_ms": 60_000}
     user = make_engine(2, mem_pool_config=POOL, **slow)
     link(user, peer)
@@ -87,14 +85,16 @@ def test_links_run_out_and_recover(make_engine: MakeEngine, make_peer: MakePeer)
     assert peers[2].state(9) is None
     user.unlink_clusters([1], timeout_ms=10_000).raise_for_status()
     link(user, peers[2])
-    # A link that broke takes no place either.
+    # A broken link takes no place either.
     peers[1].kill()
     wait_for_state(user, 2, LinkState.BROKEN)
     link(user, peers[0])
     assert [value.state(9) for value in (peers[0], peers[2])] == ["LINKED"] * 2
 
 
-def test_whoever_is_full_refuses_callers(make_engine: MakeEngine, make_peer: MakePeer) -> None:
+def test_an_engine_with_the_maximum_of_links_refuses_callers(
+    make_engine: MakeEngine, make_peer: MakePeer
+) -> None:
     peer = make_peer(1, max_links=1)
     first, second = make_engine(2), make_engine(3)
     link(first, peer)
@@ -120,10 +120,10 @@ def descriptors_left(count):
 
 CONNECTIONS = 8
 MANY = {"tcp_connections": CONNECTIONS}
-"""Over TCP links take more descriptors than conversations do."""
+"""Connections of a link, so that a link over TCP takes more descriptors than a conversation."""
 
 first_or_later = pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
-"""A later one finds there what the first has made."""
+"""The first link makes resources that later links find."""
 
 
 @pytest.mark.over_tcp

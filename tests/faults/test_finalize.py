@@ -1,4 +1,4 @@
-"""`finalize` ends, whatever became of the peers, and disconnects those that still live."""
+"""`finalize` returns in every state of the peers, and disconnects those that live."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.refusals import refused
 from tests.support.wrappers import delay, limit_bandwidth
 
 SLOW = {"heartbeat_interval_ms": 20_000, "heartbeat_timeout_ms": 60_000}
-MOST_S = 8.0  # the waiting below takes 100 ms, the disconnect half a second; by default it is 10 s
+MAX_FINALIZE_S = 8.0  # the waits below take 100 ms, the disconnect 0.5 s; the default limit is 10 s
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def held(make_engine: MakeEngine) -> Iterator[LlmDataDist]:
 def finalize(user: LlmDataDist) -> None:
     began = time.monotonic()
     user.finalize()
-    assert time.monotonic() - began < MOST_S
+    assert time.monotonic() - began < MAX_FINALIZE_S
 
 
 def test_with_peers_in_any_state(make_engine: MakeEngine, make_peer: MakePeer) -> None:
@@ -79,7 +79,7 @@ def test_with_transfers_in_flight_to_peers_in_any_state(
     finalize(held)
     for task in tasks:
         assert task.done
-        # Stopped, or found after its link broke: never a success.
+        # Stopped, or failed when the link broke, but never a success.
         with pytest.raises(Exception, match=r"LLM_(FAILED|LINK_FAILED|NOT_YET_LINK)"):
             task.wait()
     assert "finalized" in peers[0].wait_for_state(9, "CLOSED")
@@ -87,10 +87,10 @@ def test_with_transfers_in_flight_to_peers_in_any_state(
 
 @pytest.mark.over_tcp
 @pytest.mark.parametrize("direction", ["pull", "push", "copy"])
-def test_nothing_is_written_after_it(
+def test_nothing_is_written_after_finalize(
     make_engine: MakeEngine, peer: Peer, attempt: Attempt, direction: str
 ) -> None:
-    """A synchronous call of another thread, which takes seconds, ends with the engine."""
+    """A synchronous call in another thread, which would take seconds, ends with the engine."""
     desc = CacheDesc(4, (4, 1 << 18), DataType.DT_INT32)  # 16 MiB
     with Transfers(1, lambda backend: limit_bandwidth(backend, 1e7)) as transfers:
         user = make_engine(9, transfers=transfers, sync_kv_cache_wait_time=1, **SLOW)
@@ -121,7 +121,7 @@ def test_nothing_is_written_after_it(
 
         before = first()
         call = attempt(move)
-        while first() == before:  # until it moves
+        while first() == before:  # until bytes arrive
             assert not call.done(), call.result()
         finalize(user)
         arrived = peer.run("was = [it.copy() for it in arrays]"), watched.copy()
@@ -132,10 +132,10 @@ def test_nothing_is_written_after_it(
         assert peer.run("result = all((a == b).all() for a, b in zip(arrays, was))")
 
 
-def test_it_goes_on_once_the_last_transfer_has_ended(
+def test_finalize_continues_when_the_last_transfer_has_ended(
     gated: MakeEngine, gate: Gate, attempt: Attempt
 ) -> None:
-    """The transfer may take an hour, and so may finalize wait for it."""
+    """The transfer and `finalize` may take an hour each, so neither times out."""
     user = gated(9, sync_kv_cache_wait_time=3_600_000)
     desc = CacheDesc(4, (4, 64), DataType.DT_INT32)
     (cache, _), (other, _) = (make_cache(user, "allocated", seed, desc) for seed in (1, None))
@@ -149,7 +149,7 @@ def test_it_goes_on_once_the_last_transfer_has_ended(
     assert (copying.result(30), ending.result(30)) == (None, None)
 
 
-def test_while_others_wait_for_a_stopped_peer(
+def test_while_other_calls_wait_for_a_stopped_peer(
     make_engine: MakeEngine, peer: Peer, attempt: Attempt
 ) -> None:
     user = make_engine(9, sync_kv_cache_wait_time=500, **SLOW)
@@ -160,7 +160,7 @@ def test_while_others_wait_for_a_stopped_peer(
     unlinking = attempt(lambda: user.unlink_clusters([1], 30_000))
     finalize(user)
     assert all(task.result(10) is not None for task in waiting)
-    unlinking.result(10)  # well or not: the link has ended, and so has the call
+    unlinking.result(10)  # whether it succeeds or fails: the link has ended, and so has the call
     with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
         user.links()
 

@@ -1,4 +1,4 @@
-"""A gather from two peers, of which one fails: who is named, and that nothing goes on."""
+"""A gather from two peers of which one fails: the error names that peer, and all transfers end."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ Wrap = Callable[[Backend], Backend]
 
 
 class Scene:
-    """An engine of cluster 2 linked with two peers, of which each has a head of the request."""
+    """An engine of cluster 2 linked with two peers, each of which has a head of the request."""
 
     def __init__(self, user: LlmDataDist, make_peer: MakePeer) -> None:
         self.user, self.peers = user, [make_peer(peer) for peer in PEERS]
@@ -91,7 +91,7 @@ class Scene:
         return task
 
     def notified(self, peer: int) -> list[bytes]:
-        """What the peer of a source is notified of, once there is something."""
+        """Wait for a notification at the peer of a source, and return all of them."""
         found = self.peers[peer].run(
             """
             assert datadist.notifications().wait(20_000)
@@ -108,7 +108,7 @@ class Scene:
             assert not array[[0, 2]].any()
 
     def assert_over(self) -> None:
-        """Nothing is in flight, and nothing is written any more."""
+        """Check that no transfer is in flight, and that no byte changes any more."""
         left = [array.copy() for array in self.arrays]
         assert [item.in_flight for item in self.user.links()] == [0, 0]
         assert self.user.metrics()["in_flight"] == 0
@@ -118,7 +118,7 @@ class Scene:
         assert all((a == b).all() for a, b in zip(self.arrays, left, strict=True))
 
     def assert_usable(self) -> None:
-        """The links are as good as before."""
+        """Check that the links still work."""
         assert [item.state for item in self.user.links()] == [LinkState.LINKED] * 2
         self.gather()
         self.assert_arrived(0, 1)
@@ -126,14 +126,14 @@ class Scene:
 
 @pytest.fixture
 def make_scene(make_engine: MakeEngine, make_peer: MakePeer) -> Iterator[Callable[..., Scene]]:
-    """Makes a scene whose engine's backends are wrapped, each by a wrap of its own."""
+    """A function that makes a scene; each backend of its engine has a wrapper of its own."""
     made: list[Transfers] = []
 
     def make(*wraps: Wrap, **options: Any) -> Scene:
         left = [
             lambda value: value,
             *wraps,
-        ]  # the first is of plain copies, then one for each source
+        ]  # the first backend is of plain copies, then each source has one
         made.append(Transfers(1, lambda value: left.pop(0)(value) if left else value))
         return Scene(make_engine(2, transfers=made[-1], **{**SLOW, **options}), make_peer)
 
@@ -151,12 +151,12 @@ def never(backend: Backend) -> Backend:
 
 
 def slowly(backend: Backend, bytes_per_second: float = 1e4) -> Backend:
-    """1.6 s for the part of a source, a descriptor after the other."""
+    """Slow a backend down to 1.6 s for the part of a source, one descriptor after the other."""
     return limit_batch(limit_bandwidth(backend, bytes_per_second), 1)
 
 
-def hardly(backend: Backend) -> Backend:
-    """Longer than a test waits."""
+def very_slowly(backend: Backend) -> Backend:
+    """Slow a backend down so much that its transfer outlasts the test."""
     return slowly(backend, 100)
 
 
@@ -167,15 +167,15 @@ def caught(call: Callable[[], object]) -> GatherError:
 
 
 @pytest.mark.over_tcp
-@pytest.mark.parametrize("how", ["killed", "unregistered"])
+@pytest.mark.parametrize("fault", ["killed", "unregistered"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_one_goes_in_mid_transfer(
-    gated: MakeEngine, make_peer: MakePeer, gate: Gate, attempt: Attempt, victim: int, how: str
+def test_a_source_fails_during_the_transfer(
+    gated: MakeEngine, make_peer: MakePeer, gate: Gate, attempt: Attempt, victim: int, fault: str
 ) -> None:
     scene = Scene(gated(2, **SLOW), make_peer)
     call = attempt(scene.gather)
     gate.wait()
-    if how == "killed":
+    if fault == "killed":
         scene.peers[victim].kill()
         wait_for_state(scene.user, PEERS[victim], LinkState.BROKEN)
         status = LLMStatusCode.LLM_LINK_FAILED
@@ -194,7 +194,7 @@ def test_one_goes_in_mid_transfer(
     other = link_of(scene.user, PEERS[1 - victim])
     assert other is not None
     assert other.state is LinkState.LINKED
-    if how == "unregistered":
+    if fault == "unregistered":
         scene.sources[victim] = CacheIndex(
             PEERS[victim], scene.peers[victim].run(OFFER, head=victim)
         )
@@ -214,7 +214,7 @@ def test_a_failure_of_the_second_stops_the_first(make_scene: Callable[..., Scene
 
 
 @pytest.mark.over_tcp
-def test_the_deadline_is_one_for_all(make_scene: Callable[..., Scene]) -> None:
+def test_one_deadline_is_for_all_sources(make_scene: Callable[..., Scene]) -> None:
     scene = make_scene(never, unwrapped)
     error = caught(lambda: scene.gather(60))
     assert (error.status_code, [*error.failed]) == (LLMStatusCode.LLM_TIMEOUT, [0])
@@ -232,7 +232,7 @@ def test_the_deadline_is_one_for_all(make_scene: Callable[..., Scene]) -> None:
 
 
 @pytest.mark.over_tcp(only=True)
-def test_one_is_stopped_until_the_deadline_passes(make_scene: Callable[..., Scene]) -> None:
+def test_a_peer_is_stopped_until_the_deadline_passes(make_scene: Callable[..., Scene]) -> None:
     scene = make_scene()
     scene.gather()
     for array in scene.arrays:
@@ -246,7 +246,7 @@ def test_one_is_stopped_until_the_deadline_passes(make_scene: Callable[..., Scen
     scene.assert_usable()
 
 
-def test_it_is_not_done_when_only_one_source_is(make_scene: Callable[..., Scene]) -> None:
+def test_a_gather_is_not_done_when_only_one_source_is(make_scene: Callable[..., Scene]) -> None:
     scene = make_scene(lambda value: delay(value, 200), never)
     task = scene.submit()
     first, second = task.tasks.values()
@@ -260,8 +260,8 @@ def test_it_is_not_done_when_only_one_source_is(make_scene: Callable[..., Scene]
     scene.assert_over()
 
 
-def test_several_wait(make_scene: Callable[..., Scene]) -> None:
-    """Threads and a coroutine; all get the same outcome."""
+def test_several_waiters_get_the_same_outcome(make_scene: Callable[..., Scene]) -> None:
+    """Waiting threads and a coroutine get the same outcome."""
     scene = make_scene(lambda value: limit_bandwidth(value, 2e5), unwrapped)  # 80 ms
     task = scene.submit()
 
@@ -285,18 +285,18 @@ def test_several_wait(make_scene: Callable[..., Scene]) -> None:
     scene.assert_over()
 
 
-def test_an_await_that_is_cancelled_stops_it(make_scene: Callable[..., Scene]) -> None:
+def test_a_cancelled_await_stops_the_gather(make_scene: Callable[..., Scene]) -> None:
     scene = make_scene(never, never)
     task = scene.submit()
 
-    async def given_up() -> None:
+    async def cancel_soon() -> None:
         waiting = asyncio.ensure_future(task)
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
 
-    asyncio.run(given_up())
+    asyncio.run(cancel_soon())
     assert task.done
     assert [*caught(task.wait).failed] == [0, 1]
     scene.assert_over()
@@ -304,7 +304,7 @@ def test_an_await_that_is_cancelled_stops_it(make_scene: Callable[..., Scene]) -
 
 @contextmanager
 def interrupted_after(seconds: float) -> Iterator[None]:
-    """Let a KeyboardInterrupt strike the main thread."""
+    """Let a KeyboardInterrupt reach the main thread after some time."""
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     timer = threading.Timer(
         seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1)
@@ -317,7 +317,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_an_interrupt_stops_it(make_scene: Callable[..., Scene]) -> None:
+def test_an_interrupt_stops_the_gather(make_scene: Callable[..., Scene]) -> None:
     scene = make_scene(slowly, slowly)
     with pytest.raises(KeyboardInterrupt), interrupted_after(0.1):
         scene.gather(FOR_EVER_MS)
@@ -326,7 +326,7 @@ def test_an_interrupt_stops_it(make_scene: Callable[..., Scene]) -> None:
 
 
 @pytest.mark.over_tcp
-def test_finalize(make_scene: Callable[..., Scene]) -> None:
+def test_finalize_stops_the_gather(make_scene: Callable[..., Scene]) -> None:
     scene = make_scene(never, never, sync_kv_cache_wait_time=200)
     task = scene.submit()
     scene.user.finalize()
@@ -341,9 +341,9 @@ def test_finalize(make_scene: Callable[..., Scene]) -> None:
 def test_finalize_ends_the_call_of_another_thread(
     make_scene: Callable[..., Scene], attempt: Attempt
 ) -> None:
-    scene = make_scene(hardly, hardly, sync_kv_cache_wait_time=200)
+    scene = make_scene(very_slowly, very_slowly, sync_kv_cache_wait_time=200)
     call = attempt(lambda: scene.gather(FOR_EVER_MS))
-    while not scene.arrays[0].any():  # until it moves
+    while not scene.arrays[0].any():  # until bytes arrive
         assert not call.done(), call.result()
     scene.user.finalize()
     left = [array.copy() for array in scene.arrays]
@@ -356,7 +356,7 @@ def test_finalize_ends_the_call_of_another_thread(
     assert all((a == b).all() for a, b in zip(scene.arrays, left, strict=True))
 
 
-def test_what_is_counted_and_logged(
+def test_each_source_is_counted_and_logged(
     make_scene: Callable[..., Scene], caplog: pytest.LogCaptureFixture
 ) -> None:
     scene = make_scene(unwrapped, lambda value: fail_at(value, 0))
@@ -386,7 +386,7 @@ def test_each_peer_is_notified_once_when_all_of_it_has_arrived(
 ) -> None:
     scene = make_scene(slowly)
     task = scene.submit(**NOTICES)
-    assert scene.notified(1) == [b"whole"]  # though its own part was there long before
+    assert scene.notified(1) == [b"whole"]  # although its own part had arrived long before
     scene.assert_arrived(0, 1)
     assert scene.notified(0) == [b"whole"]
     task.wait()
@@ -409,7 +409,7 @@ def test_each_peer_is_notified_once_when_all_of_it_has_arrived(
     scene.assert_over()
 
 
-def test_two_sources_of_one_peer_are_one_notification(make_scene: Callable[..., Scene]) -> None:
+def test_a_peer_of_two_sources_gets_one_notification(make_scene: Callable[..., Scene]) -> None:
     scene = make_scene()
     other = scene.peers[0].run(OFFER, head=1)
     scene.sources[1] = CacheIndex(PEERS[0], other)
@@ -420,22 +420,22 @@ def test_two_sources_of_one_peer_are_one_notification(make_scene: Callable[..., 
 
 
 @pytest.mark.over_tcp
-def test_each_peer_is_told_of_a_failure_whoever_failed(make_scene: Callable[..., Scene]) -> None:
+def test_each_peer_is_notified_of_a_failure_of_any_peer(make_scene: Callable[..., Scene]) -> None:
     scene = make_scene(never, lambda value: fail_at(value, 1))
     caught(lambda: scene.gather(FOR_EVER_MS, **NOTICES))
     assert [scene.notified(0), scene.notified(1)] == [[b"failed"]] * 2
     scene.assert_over()
     scene = make_scene(never, never)
     task = scene.submit(**NOTICES)
-    task.cancel()  # nobody waits
+    task.cancel()  # without a waiting thread
     assert [scene.notified(0), scene.notified(1)] == [[b"failed"]] * 2
-    caught(task.wait)  # until the senders have seen that it was received
+    caught(task.wait)  # returns when the peers have acknowledged the notifications
     scene.assert_over()
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("known", [True, False], ids=["freed", "unknown"])
-def test_each_peer_is_told_of_a_gather_that_is_refused(
+def test_each_peer_is_notified_of_a_refused_gather(
     make_scene: Callable[..., Scene], known: bool, failing: int
 ) -> None:
     scene = make_scene()
@@ -449,8 +449,8 @@ def test_each_peer_is_told_of_a_gather_that_is_refused(
     scene.assert_over()
 
 
-@pytest.mark.usefixtures("served_by_nobody")
-def test_a_peer_that_cannot_be_notified_is_an_error_of_a_gather_that_is_whole(
+@pytest.mark.usefixtures("needs_no_running_peer")
+def test_a_complete_gather_fails_if_a_peer_cannot_be_notified(
     make_scene: Callable[..., Scene],
 ) -> None:
     scene = make_scene(sync_kv_cache_wait_time=200)

@@ -1,4 +1,4 @@
-"""A gather of three sources of which one fails while the others stand still: it ends at once."""
+"""A gather of three sources that ends at once when one fails while the others stand still."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.faults.transfers import link
 from tests.support.wrappers import fail_at, hold
 
 NUM_SOURCES = 3
-WAIT_MS = 20_000  # only a hanging test reaches it
+WAIT_MS = 20_000  # reached only by a hanging test
 
 
 def heads(first: int, count: int) -> CacheDesc:
-    """A cache with these heads of all that the model has."""
+    """Return a cache description with some of the heads of the model."""
     return CacheDesc(
         1,
         (4, count, 4, 8),
@@ -48,7 +48,7 @@ Begin = Callable[[int | None], tuple[LlmDataDist, GatherTask]]
 
 @pytest.fixture
 def begin(make_engine: MakeEngine, make_peer: MakePeer) -> Begin:
-    """Begins a gather whose sources stand still; the one that is given fails instead."""
+    """A function that begins a gather whose sources stand still, except a victim, which fails."""
 
     def make(victim: int | None) -> tuple[LlmDataDist, GatherTask]:
         sides: list[Backend] = []
@@ -81,7 +81,7 @@ def awaited(_: LlmDataDist, task: GatherTask) -> None:
 
 
 def taken(user: LlmDataDist, task: GatherTask) -> None:
-    """Nobody waits for the task itself."""
+    """Take the outcome from the completions, without waiting for the task itself."""
     assert user.completions().wait(WAIT_MS)
     assert list(user.completions()) == [task]
     task.result(0)
@@ -90,7 +90,7 @@ def taken(user: LlmDataDist, task: GatherTask) -> None:
 @pytest.mark.over_tcp
 @pytest.mark.parametrize("learn", [waited, awaited, taken])
 @pytest.mark.parametrize("victim", range(NUM_SOURCES))
-def test_the_others_are_stopped_at_once(
+def test_a_failure_stops_the_other_sources_at_once(
     begin: Begin, victim: int, learn: Callable[[LlmDataDist, GatherTask], None]
 ) -> None:
     user, task = begin(victim)
@@ -103,7 +103,7 @@ def test_the_others_are_stopped_at_once(
 
 
 @pytest.mark.parametrize("learn", [awaited, taken])
-def test_a_gather_that_is_cancelled_ends_for_those_who_wait(
+def test_a_cancelled_gather_ends_every_wait(
     begin: Begin, learn: Callable[[LlmDataDist, GatherTask], None]
 ) -> None:
     user, task = begin(None)

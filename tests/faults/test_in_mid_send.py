@@ -1,7 +1,7 @@
-"""Memory goes, and other memory comes to its addresses, while a peer is being sent some of it.
+"""Memory that goes, or is replaced at its addresses, while it is being sent to a peer.
 
-The peer stops as soon as something has come of more than sockets hold: so the rest is in mid-send
-for as long as it is stopped, and what waits for that gives it up.
+The peer is stopped after it has received more than sockets hold. So the rest is in mid-send until
+it goes on, and a call that waits for the send gives up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAP_FIXED = 0x10
 
 
 class Pages:
-    """Memory for a cache of DESC, which other memory can take the place of."""
+    """Memory for a cache of DESC, whose pages can be replaced by others."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -43,7 +43,7 @@ class Pages:
         return [self.address + i * DESC.tensor_nbytes for i in range(DESC.num_tensors)]
 
     def replace(self, number: int) -> None:
-        """Map other memory there, full of a number."""
+        """Map other pages at the addresses, full of a number."""
         self._map(self.address, MAP_FIXED)
         there = (ctypes.c_int32 * (DESC.nbytes // 4)).from_address(self.address)
         np.frombuffer(there, np.int32)[:] = number
@@ -73,7 +73,7 @@ def unregister(owner: LlmDataDist, cache: Cache, pages: Pages, peer: Peer) -> No
 
 
 def unregister_twice(owner: LlmDataDist, cache: Cache, pages: Pages, peer: Peer) -> None:
-    """Whichever of both returns first, the memory goes then."""
+    """Check that the memory is unused as soon as the first of two calls returns."""
     with ThreadPoolExecutor(2) as threads:
         calls = [threads.submit(owner.unregister_cache, cache.cache_id) for _ in range(2)]
         wait(calls, return_when=FIRST_COMPLETED)
@@ -113,10 +113,10 @@ result = error and error.status_code.name, came
 
 
 def pull_meanwhile(peer: Peer, act: Callable[[], object]) -> tuple[str | None, list[int]]:
-    """Act, and let the peer go on, while it is stopped in mid-pull.
+    """Act while the peer is stopped in mid-pull, and then let it go on.
 
     Returns:
-        What the pull came to: the status of its error, and which numbers have arrived.
+        The status of the pull's error, and the numbers that have arrived.
     """
     peer.send(PULL_AND_STOP)
     peer.wait_until_stopped()
@@ -130,7 +130,7 @@ def pull_meanwhile(peer: Peer, act: Callable[[], object]) -> tuple[str | None, l
 
 @pytest.mark.over_tcp(only=True)
 @pytest.mark.parametrize("change", [unregister, unregister_twice, remap])
-def test_what_comes_to_its_addresses_is_not_sent(
+def test_new_memory_at_the_addresses_is_not_sent(
     pages: Pages,
     make_engine: MakeEngine,
     make_peer: MakePeer,
@@ -151,11 +151,11 @@ def test_what_comes_to_its_addresses_is_not_sent(
         cache_id=cache.cache_id,
     )
     status, came = pull_meanwhile(peer, lambda: change(owner, cache, pages, peer))
-    if change is remap:  # what was sent before the engine knew of it
+    if change is remap:  # sent before the engine was notified of the new pages
         came = [item for item in came if item != NEW]
     assert came == [0, OLD]
     assert status == "LLM_KV_CACHE_NOT_EXIST"
-    # The link goes on, and finds the new memory and nothing else.
+    # The link works, and reads the new memory only.
     if change is not remap:
         cache = owner.register_cache(DESC, pages.tensors)
     numbers = peer.run(

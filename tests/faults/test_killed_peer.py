@@ -1,4 +1,4 @@
-"""A peer dies by SIGKILL: before, during and after a transfer; and comes again."""
+"""A peer that dies by SIGKILL before, during and after a transfer, and is started again."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ def assert_broken(user: LlmDataDist) -> None:
 
 @memories
 @directions
-def test_before(make_engine: MakeEngine, peer: Peer, direction: str, memory: str) -> None:
+def test_a_peer_dies_before_a_transfer(
+    make_engine: MakeEngine, peer: Peer, direction: str, memory: str
+) -> None:
     user, remote = make_engine(2, **SLOW), peer.make_cache(memory)
     cache, arrays = make_cache(user, memory, None)
     link(user, peer)
-    move(user, "pull", remote, cache)  # so that all of it is known
+    move(user, "pull", remote, cache)  # so that everything about the pair is known
     for array in arrays:
         array[:] = 0
     peer.kill()
-    # Whether or not the death was noticed by now.
+    # Both if the death was noticed by now and if it was not.
     with refused(LINK_FAILED):
         move(user, direction, remote, cache)
     assert_broken(user)
@@ -51,7 +53,7 @@ def test_before(make_engine: MakeEngine, peer: Peer, direction: str, memory: str
 @pytest.mark.over_tcp
 @memories
 @directions
-def test_during(
+def test_a_peer_dies_during_a_transfer(
     gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str, memory: str
 ) -> None:
     user, remote = gated(2, **SLOW), peer.make_cache(memory)
@@ -77,7 +79,7 @@ def test_during(
 
 
 @memories
-def test_after(make_engine: MakeEngine, peer: Peer, memory: str) -> None:
+def test_a_peer_dies_after_a_transfer(make_engine: MakeEngine, peer: Peer, memory: str) -> None:
     user, remote = make_engine(2, **SLOW), peer.make_cache(memory)
     cache, arrays = make_cache(user, memory, None)
     link(user, peer)
@@ -91,7 +93,7 @@ def test_after(make_engine: MakeEngine, peer: Peer, memory: str) -> None:
 
 
 @pytest.mark.parametrize("noticed", [True, False], ids=["noticed", "not noticed"])
-def test_restarted_on_the_same_port(
+def test_a_peer_restarts_on_the_same_port(
     make_engine: MakeEngine, make_peer: MakePeer, noticed: bool
 ) -> None:
     user = make_engine(2, **SLOW)
@@ -106,7 +108,7 @@ def test_restarted_on_the_same_port(
         wait_for_state(user, 1, LinkState.BROKEN)
     again = make_peer(1, listen=peer.address)
     assert again.make_cache(seed=3) == remote
-    # Never the content of the one before, and never of the new one without a link to it.
+    # The content of the dead process never arrives, and that of the new one only over a new link.
     with refused(LINK_FAILED):
         move(user, "pull", remote, cache)
     assert_confirmed(None, arrays, pattern(1))
@@ -123,10 +125,10 @@ def test_restarted_on_the_same_port(
 
 
 @directions
-def test_restarted_during(
+def test_a_peer_restarts_during_a_transfer(
     gated: MakeEngine, make_peer: MakePeer, gate: Gate, attempt: Attempt, direction: str
 ) -> None:
-    """What began with the dead process fails, though a link to its successor stands."""
+    """A transfer from the dead process fails, although a link to its successor exists."""
     user, peer = gated(2, **SLOW), make_peer(1)
     remote = peer.make_cache(seed=1)
     cache, arrays = make_cache(user, "allocated", None)
@@ -152,7 +154,9 @@ def test_restarted_during(
     assert link_of(user, 1) is None
 
 
-def test_the_claims_of_the_dead_are_free(make_engine: MakeEngine, make_peer: MakePeer) -> None:
+def test_the_claims_of_a_dead_peer_are_released(
+    make_engine: MakeEngine, make_peer: MakePeer
+) -> None:
     owner, user = make_engine(1), make_engine(2)
     key = CacheKey(1, 7)
     cache = owner.allocate_cache(DESC, [key])

@@ -1,6 +1,6 @@
-"""A peer pushes all the time: once memory is freed or unregistered, no byte of it changes any more.
+"""Memory that is freed or unregistered while a peer pushes to it: no byte changes afterwards.
 
-KVPLAN_TEST_ROUNDS=1000 tries each case as often.
+KVPLAN_TEST_ROUNDS=1000 tries each case 1,000 times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tests.faults.peer import Peer
 from tests.support.refusals import refused
 
 ROUNDS = int(os.environ.get("KVPLAN_TEST_ROUNDS", "8"))
-DESC = CacheDesc(4, (1, 1 << 22), DataType.DT_UINT8)  # 16 MiB: some 2 ms, and 32 pieces or more
+# 16 MiB, which move in about 2 ms, in 32 pieces or more
+DESC = CacheDesc(4, (1, 1 << 22), DataType.DT_UINT8)
 PUSHED, STAMPED = 1, 2
 
 Tensors = list[NDArray[np.uint8]]
@@ -79,7 +80,7 @@ def owner(make_engine: MakeEngine) -> LlmDataDist:
 
 @pytest.fixture
 def pusher(make_peer: MakePeer, owner: LlmDataDist) -> Callable[[], Peer]:
-    """Makes a peer that is linked with the owner."""
+    """A function that makes a peer that is linked with the owner."""
 
     def make() -> Peer:
         peer = make_peer(1)
@@ -107,7 +108,7 @@ def pusher(make_peer: MakePeer, owner: LlmDataDist) -> Callable[[], Peer]:
 
 
 def begin(peer: Peer, cache: Cache, arrays: Tensors) -> None:
-    """Have the peer push to the cache, again and again; returns when the first bytes come."""
+    """Let the peer push to the cache repeatedly, and return when the first bytes have arrived."""
     peer.run(
         "why = []; thread = Thread(target=push, args=(to,), daemon=True); thread.start()",
         to=cache.cache_id,
@@ -126,11 +127,11 @@ def changed(arrays: Tensors) -> int:
     return sum(int((array != STAMPED).sum()) for array in arrays)
 
 
-def why_it_ended(peer: Peer) -> list[str]:
+def errors_of_push(peer: Peer) -> list[str]:
     return list(peer.run("thread.join(30); result = why"))
 
 
-def test_while_the_peer_goes_on(
+def test_unregistering_while_the_peer_goes_on(
     owner: LlmDataDist, pusher: Callable[[], Peer], memory: Memory
 ) -> None:
     peer = pusher()
@@ -139,15 +140,18 @@ def test_while_the_peer_goes_on(
         begin(peer, cache, arrays)
         memory.end(owner, cache)
         stamp(arrays)
-        assert why_it_ended(peer) == ["LLM_KV_CACHE_NOT_EXIST"]
+        assert errors_of_push(peer) == ["LLM_KV_CACHE_NOT_EXIST"]
         assert changed(arrays) == 0, f"round {number}"
         del cache, arrays
 
 
-def test_while_the_peer_is_killed(
+def test_unregistering_while_the_peer_is_killed(
     owner: LlmDataDist, pusher: Callable[[], Peer], memory: Memory
 ) -> None:
-    """Whoever died in the middle of a piece is not waited for: a stopped one is, for a second."""
+    """The owner waits a second for a stopped peer.
+
+    It does not wait for a peer that died within a piece.
+    """
     spent = []
     for number in range(-(-ROUNDS // 4)):
         peer = pusher()
@@ -165,10 +169,10 @@ def test_while_the_peer_is_killed(
 
 
 @pytest.mark.parametrize("kind", [pytest.param("arrays", marks=pytest.mark.slow), "addresses"])
-def test_by_address_while_the_peer_is_stopped(
+def test_unregistering_addresses_while_the_peer_is_stopped(
     owner: LlmDataDist, pusher: Callable[[], Peer], kind: str
 ) -> None:
-    """It is waited for a second at most; what it goes on to write then is refused."""
+    """The owner waits a second at most, and later writes of the peer are refused."""
     memory = MEMORIES[kind]
     for number in range(-(-ROUNDS // 4)):
         peer = pusher()
@@ -180,15 +184,15 @@ def test_by_address_while_the_peer_is_stopped(
         assert time.monotonic() - began < DEADLINE_S
         stamp(arrays)
         peer.resume()
-        (why,) = why_it_ended(peer)
-        assert why in ("LLM_KV_CACHE_NOT_EXIST", "LLM_LINK_FAILED")
+        (error_name,) = errors_of_push(peer)
+        assert error_name in ("LLM_KV_CACHE_NOT_EXIST", "LLM_LINK_FAILED")
         assert changed(arrays) == 0, f"round {number}"
         owner.unlink_clusters([1], 10_000, force=True)
         peer.run("datadist.finalize()")
         del cache, arrays
 
 
-def once_there_is_room(memory: Memory, owner: LlmDataDist) -> tuple[Cache, Tensors]:
+def make_when_there_is_room(memory: Memory, owner: LlmDataDist) -> tuple[Cache, Tensors]:
     deadline = time.monotonic() + DEADLINE_S
     while True:
         try:
@@ -212,25 +216,28 @@ def test_finalize_while_the_peer_is_stopped(
     assert time.monotonic() - began < DEADLINE_S
     stamp(arrays)
     peer.resume()
-    (why,) = why_it_ended(peer)
-    assert why in ("LLM_KV_CACHE_NOT_EXIST", "LLM_LINK_FAILED")
+    (error_name,) = errors_of_push(peer)
+    assert error_name in ("LLM_KV_CACHE_NOT_EXIST", "LLM_LINK_FAILED")
     assert changed(arrays) == 0
 
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """What the owner was warned of, about memory that is quarantined."""
+    """A function that returns the owner's warnings of quarantined memory."""
     with caplog.at_level(logging.WARNING, "kvplan"):
         yield lambda: [message for message in caplog.messages if "is quarantined" in message]
 
 
 @pytest.mark.slow
-def test_in_a_pool_while_the_peer_is_stopped(
+def test_freeing_in_a_pool_while_the_peer_is_stopped(
     owner: LlmDataDist, pusher: Callable[[], Peer], warnings: Callable[[], list[str]]
 ) -> None:
-    """What it has mapped is not handed out before it goes on, and a warning says so."""
+    """Memory that the peer has mapped is not allocated again before the peer goes on.
+
+    A warning names the peer.
+    """
     memory, peer = MEMORIES["pooled"], pusher()
-    kept = 0
+    num_quarantined = 0
     for number in range(ROUNDS):
         cache, arrays = memory.make(owner)
         begin(peer, cache, arrays)
@@ -240,18 +247,18 @@ def test_in_a_pool_while_the_peer_is_stopped(
         memory.end(owner, cache)
         assert time.monotonic() - began < DEADLINE_S
         del cache, arrays
-        if len(warnings()) > before:  # else it was stopped between two pieces
-            kept += 1
+        if len(warnings()) > before:  # otherwise the peer was stopped between two pieces
+            num_quarantined += 1
             assert f"process {peer.process.pid} " in warnings()[before]
             with refused(LLMStatusCode.LLM_OUT_OF_MEMORY):
                 memory.make(owner)
             peer.resume()
-            assert why_it_ended(peer) == ["LLM_KV_CACHE_NOT_EXIST"]
-        cache, arrays = once_there_is_room(memory, owner)
+            assert errors_of_push(peer) == ["LLM_KV_CACHE_NOT_EXIST"]
+        cache, arrays = make_when_there_is_room(memory, owner)
         stamp(arrays)
         peer.resume()
-        assert why_it_ended(peer) == ["LLM_KV_CACHE_NOT_EXIST"]
+        assert errors_of_push(peer) == ["LLM_KV_CACHE_NOT_EXIST"]
         assert changed(arrays) == 0, f"round {number}"
         memory.end(owner, cache)
         del cache, arrays
-    assert kept or ROUNDS < 8, "the peer was never stopped in the middle of a piece"
+    assert num_quarantined or ROUNDS < 8, "the peer was never stopped in the middle of a piece"

@@ -1,4 +1,4 @@
-"""Pushes by layers under faults: each destination fails alone, and nothing reads as a success."""
+"""Faults of pushes by layers: each destination fails separately, and never reports a success."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.support.wrappers import delay, fail_at
 NUM_LAYERS = 30
 DESC = CacheDesc(2 * NUM_LAYERS, (4, 64), DataType.DT_INT32, shard=Shard(num_layers=NUM_LAYERS))
 SLOW = {"heartbeat_interval_ms": 20_000, "heartbeat_timeout_ms": 60_000}
-MOST_S = 8.0
+MAX_FINALIZE_S = 8.0
 FOR_EVER_MS = 600_000
 
 MAKE = """
@@ -61,7 +61,7 @@ def offered(peer: Peer, memory: str = "allocated") -> int:
 
 
 def source(user: LlmDataDist) -> Cache:
-    """A cache with values of its own in every tensor."""
+    """Return a cache with different values in every tensor."""
     cache = user.allocate_cache(DESC)
     for array, values in zip(user.arrays(cache), pattern(1, DESC), strict=True):
         array[:] = values
@@ -75,7 +75,7 @@ def failed(task: LayerTask) -> LLMException:
 
 
 def arrived(peer: Peer, error: LLMException | None = None, slot: int = 0) -> None:
-    """All that is confirmed is there."""
+    """Check that the confirmed descriptors have arrived at the peer."""
     missing = set() if error is None else unconfirmed(error)
     there = np.array(peer.run("result = [it.tolist() for it in arrays]"))
     for tensor, values in enumerate(pattern(1, DESC)):
@@ -89,7 +89,7 @@ def counted(user: LlmDataDist) -> dict[str, int]:
 
 @pytest.fixture
 def slowed(make_engine: MakeEngine) -> Iterator[Callable[..., LlmDataDist]]:
-    """Makes an engine whose transfers are wrapped."""
+    """A function that makes an engine whose transfers are wrapped."""
     made = []
 
     def make(wrap: Callable[[Backend], Backend], **options: object) -> LlmDataDist:
@@ -102,24 +102,26 @@ def slowed(make_engine: MakeEngine) -> Iterator[Callable[..., LlmDataDist]]:
 
 
 @memories
-def test_a_peer_that_is_killed_at_layer_7_fails_its_own_task_only(
+def test_a_peer_killed_at_layer_7_fails_only_its_own_task(
     make_engine: MakeEngine, make_peer: MakePeer, memory: str
 ) -> None:
     user, dying, living = make_engine(2, **SLOW), make_peer(1), make_peer(3)
     cache = source(user)
     targets = [CacheIndex(value.cluster_id, offered(value, memory)) for value in (dying, living)]
     link(user, dying, living)
-    one, other = (user.layered(Transfer(Rows(cache), Rows(target))) for target in targets)
+    dying_task, living_task = (
+        user.layered(Transfer(Rows(cache), Rows(target))) for target in targets
+    )
     for layer in range(NUM_LAYERS):
         if layer == 7:
             dying.kill()
-        one.ready(layer)
-        other.ready(layer)
-    other.wait()
+        dying_task.ready(layer)
+        living_task.ready(layer)
+    living_task.wait()
     arrived(living)
-    error = failed(one)
+    error = failed(dying_task)
     assert error.status_code is LLMStatusCode.LLM_LINK_FAILED, error
-    # What moved before cannot be confirmed either: who could be asked is gone.
+    # Earlier layers are unconfirmed, too, because the peer that could confirm them is gone.
     assert unconfirmed(error) == set(range(2 * NUM_LAYERS))
     assert counted(user) == {"LLM_SUCCESS": 1, "LLM_LINK_FAILED": 1}
     assert user.metrics()["in_flight"] == 0
@@ -128,7 +130,7 @@ def test_a_peer_that_is_killed_at_layer_7_fails_its_own_task_only(
 
 @pytest.mark.over_tcp
 @memories
-def test_a_cache_that_is_freed_in_the_middle_is_written_no_more(
+def test_a_cache_freed_in_the_middle_is_not_written_any_more(
     make_engine: MakeEngine, peer: Peer, memory: str, machine: str
 ) -> None:
     user = make_engine(2, **SLOW)
@@ -137,21 +139,19 @@ def test_a_cache_that_is_freed_in_the_middle_is_written_no_more(
     link(user, peer)
     task = user.layered(Transfer(Rows(cache), Rows(target)))
     ready(task, range(7))
-    wait_until(lambda: 0 in task.progress().done)  # over tcp the others may find the cache gone
+    wait_until(lambda: 0 in task.progress().done)  # over tcp later layers may find the cache gone
     peer.run(ENDS[memory])
     ready(task, range(7, NUM_LAYERS))
-    assert task.done or machine == "tcp"  # the peer's answer comes later
+    assert task.done or machine == "tcp"  # over tcp the peer's answer comes later
     error = failed(task)
     assert error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, error
-    there = np.array(peer.run("result = [it.tolist() for it in arrays]"))
-    assert (there[:2, 0] == np.array(pattern(1, DESC))[:2, 0]).all()
-    assert not there[14:].any()
+    found = np.array(peer.run("result = [it.tolist() for it in arrays]"))
+    assert (found[:2, 0] == np.array(pattern(1, DESC))[:2, 0]).all()
+    assert not found[14:].any()
     assert counted(user) == {"LLM_KV_CACHE_NOT_EXIST": 1}
 
 
-def test_an_unlink_by_force_ends_it_and_nothing_is_written_any_more(
-    make_engine: MakeEngine, peer: Peer
-) -> None:
+def test_a_forced_unlink_ends_the_task_and_its_writes(make_engine: MakeEngine, peer: Peer) -> None:
     user = make_engine(2, **SLOW)
     cache = source(user)
     target = CacheIndex(1, offered(peer))
@@ -177,8 +177,8 @@ def test_unlink_waits_for_the_layers_and_then_the_link_stays(
     began = time.monotonic()
     (result,) = user.unlink_clusters([1], timeout_ms=200)
     assert result.status is LLMStatusCode.LLM_LINK_BUSY
-    assert 0.2 <= time.monotonic() - began < MOST_S
-    # From the other end too: it is idle, this one is not.
+    assert 0.2 <= time.monotonic() - began < MAX_FINALIZE_S
+    # The same from the other end, which is idle although this one is not.
     peer.run(
         """
         (result,) = datadist.unlink_clusters([2], timeout_ms=200)
@@ -193,9 +193,7 @@ def test_unlink_waits_for_the_layers_and_then_the_link_stays(
     arrived(peer)
 
 
-def test_finalize_ends_what_waits_for_layers_that_never_come(
-    make_engine: MakeEngine, peer: Peer
-) -> None:
+def test_finalize_ends_a_task_whose_layers_never_come(make_engine: MakeEngine, peer: Peer) -> None:
     user = make_engine(2, sync_kv_cache_wait_time=200, **SLOW)
     cache = source(user)
     target = CacheIndex(1, offered(peer))
@@ -204,7 +202,7 @@ def test_finalize_ends_what_waits_for_layers_that_never_come(
     ready(tasks[1], range(5))
     began = time.monotonic()
     user.finalize()
-    assert 0.2 <= time.monotonic() - began < MOST_S
+    assert 0.2 <= time.monotonic() - began < MAX_FINALIZE_S
     for task in tasks:
         assert task.done
         task.ready(9)
@@ -237,9 +235,7 @@ def test_finalize_waits_for_layers_that_do_come(
     arrived(peer)
 
 
-def test_a_task_that_is_dropped_with_layers_open_is_cancelled(
-    make_engine: MakeEngine, peer: Peer
-) -> None:
+def test_a_task_dropped_with_open_layers_is_cancelled(make_engine: MakeEngine, peer: Peer) -> None:
     user = make_engine(2, **SLOW)
     cache = source(user)
     target = CacheIndex(1, offered(peer))
@@ -268,14 +264,16 @@ def test_a_layer_that_fails_ends_the_task(
     assert (error.origin.src_layer, error.origin.src_tensor) == (7, 15)
     assert 15 in unconfirmed(error)
     assert 7 in task.progress().failed
-    if machine != "tcp":  # whose next layers are on their way when the outcome comes
+    if machine != "tcp":  # over tcp the next layers are on their way when the outcome comes
         assert set(range(8, NUM_LAYERS)) <= set(task.progress().waiting)
     arrived(peer, error)
     assert counted(user) == {"LLM_FAILED": 1}
     assert user.metrics()["in_flight"] == 0
 
 
-def test_time_that_passes_stops_it_or_not(slowed: Callable[..., LlmDataDist], peer: Peer) -> None:
+def test_a_timeout_stops_only_a_task_whose_layers_are_all_ready(
+    slowed: Callable[..., LlmDataDist], peer: Peer
+) -> None:
     user = slowed(lambda backend: delay(backend, FOR_EVER_MS))
     cache = source(user)
     target = CacheIndex(1, offered(peer))
@@ -308,7 +306,7 @@ def test_finalize_stops_layers_that_stand_still(
     ready(whole, whole.layers)
     began = time.monotonic()
     user.finalize()
-    assert time.monotonic() - began < MOST_S
+    assert time.monotonic() - began < MAX_FINALIZE_S
     for task in (half, whole):
         assert task.done
         assert failed(task).status_code is not LLMStatusCode.LLM_SUCCESS
@@ -316,7 +314,7 @@ def test_finalize_stops_layers_that_stand_still(
 
 
 def test_layers_overlap(gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt) -> None:
-    """While layer 0 copies, layer 1 can be awaited: what stands still holds up no other call."""
+    """Layer 1 can be awaited while layer 0 copies: a slow layer delays no other call."""
     user = gated(2, **SLOW)
     cache = source(user)
     target = CacheIndex(1, offered(peer, "registered"))
@@ -333,7 +331,7 @@ def test_layers_overlap(gated: MakeEngine, peer: Peer, gate: Gate, attempt: Atte
     arrived(peer)
 
 
-def test_it_can_be_awaited(make_engine: MakeEngine, peer: Peer) -> None:
+def test_a_layer_task_can_be_awaited(make_engine: MakeEngine, peer: Peer) -> None:
     user = make_engine(2, **SLOW)
     cache = source(user)
     target = CacheIndex(1, offered(peer))
@@ -357,7 +355,7 @@ async def _awaited(task: LayerTask) -> None:
     await task
 
 
-def test_an_await_that_is_cancelled_cancels_it(make_engine: MakeEngine, peer: Peer) -> None:
+def test_a_cancelled_await_cancels_the_task(make_engine: MakeEngine, peer: Peer) -> None:
     user = make_engine(2, **SLOW)
     cache = source(user)
     target = CacheIndex(1, offered(peer))
@@ -378,7 +376,7 @@ def test_an_await_that_is_cancelled_cancels_it(make_engine: MakeEngine, peer: Pe
     user.unlink_clusters([1]).raise_for_status()
 
 
-def test_an_await_of_what_fails_raises(make_engine: MakeEngine, make_peer: MakePeer) -> None:
+def test_an_await_of_a_failing_task_raises(make_engine: MakeEngine, make_peer: MakePeer) -> None:
     user, dying = make_engine(2, **SLOW), make_peer(1)
     cache = source(user)
     target = CacheIndex(1, offered(dying))
@@ -397,7 +395,7 @@ def test_an_await_of_what_fails_raises(make_engine: MakeEngine, make_peer: MakeP
 
 
 def race(task: LayerTask, pause_s: float) -> LLMStatusCode:
-    """Make its layers ready in two threads, cancel it in one, and wait for it in this."""
+    """Make layers ready in two threads, cancel the task in one, and wait for it in this one."""
     begun = threading.Barrier(4)
     half = NUM_LAYERS // 2
 
@@ -425,7 +423,10 @@ def race(task: LayerTask, pause_s: float) -> LLMStatusCode:
 
 
 def test_ready_and_cancel_and_wait_race(make_engine: MakeEngine, peer: Peer) -> None:
-    """Whoever is first: one outcome, counted once, and no success without all the bytes."""
+    """In any order of the threads, the task has one outcome, counted once.
+
+    A success has all bytes.
+    """
     user = make_engine(2, **SLOW)
     cache = source(user)
     target = CacheIndex(1, offered(peer))

@@ -1,7 +1,7 @@
-"""Nothing is left of what has ended: descriptors, mappings, threads, registrations, memory.
+"""Resources after their use ends: descriptors, mappings, threads, registrations, memory.
 
-Measured in processes that do nothing else: rounds enough for all that is kept for good, then many
-more, between which nothing may grow.
+They are counted in processes that do no other work. After enough rounds for everything that is kept
+for good, many more rounds must not add to the counts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from tests.faults.peer import Peer
 FEW = 100
 MANY = 400
 GROWTH_KIB = 4096
-"""What is kept of the last 1,024 pairs of memories (1.5 KiB each, `execution/rows.py`), and what
-malloc's arenas take until they have settled: 2.7 to 3.2 MiB were measured in the first 400."""
+"""Growth from caches of the last 1,024 pairs of memories, and from malloc's arenas.
+
+A pair takes 1.5 KiB (`execution/rows.py`), and the arenas grow until they have settled. The first
+400 rounds added 2.7 to 3.2 MiB.
+"""
 
 ROUNDS = {
     "link, pull, push and unlink": """
@@ -75,16 +78,18 @@ def measured(peer: Peer) -> Footprint:
 def assert_no_more(after: Footprint, before: Footprint) -> None:
     # A connection that has just ended may hold its descriptors for some moments.
     assert after["descriptors"] <= before["descriptors"] + 4
-    assert after["mappings"] <= before["mappings"] + 8  # malloc's move with the load
-    # Workers come when they are first needed: one more, but not one for each round.
+    assert after["mappings"] <= before["mappings"] + 8  # malloc's mappings vary with the load
+    # Workers start at first use: one more may come, but not one for each round.
     assert after["threads"] <= before["threads"] + 1
     assert after["registrations"] == before["registrations"]
     assert after["kib"] <= before["kib"] + GROWTH_KIB
 
 
 def run_rounds(user: Peer, owner: Peer, code: str, count: int) -> None:
-    once = f"def once():\n{indent(dedent(code), '    ')}"
-    call = f"owner = ClusterInfo(owner_id, address)\n{once}\nfor _ in range(count):\n    once()"
+    round_code = f"def once():\n{indent(dedent(code), '    ')}"
+    call = (
+        f"owner = ClusterInfo(owner_id, address)\n{round_code}\nfor _ in range(count):\n    once()"
+    )
     user.run(call, owner_id=owner.cluster_id, address=owner.address, count=count)
 
 
@@ -120,7 +125,7 @@ CACHES = {
 @pytest.mark.parametrize("memory", CACHES)
 @pytest.mark.slow
 def test_caches_come_and_go_at_a_linked_peer(make_peer: MakePeer, memory: str) -> None:
-    """Their peer maps each, and lets go of it."""
+    """The linked peer maps each cache, and unmaps it."""
     user, owner = make_peer(2), make_peer(1)
     call = "datadist.link_clusters([ClusterInfo(1, address)], 10_000).raise_for_status()"
     user.run(call, address=owner.address)
@@ -137,7 +142,7 @@ def test_caches_come_and_go_at_a_linked_peer(make_peer: MakePeer, memory: str) -
     before = [measured(engine) for engine in (user, owner)]
     rounds(200)
     owner.run(f"for _ in range({MANY}):\n    {make}\n    {end}\ndel it, _")
-    # So that all updates have come.
+    # So that all updates have arrived.
     user.run(
         """
         try:
@@ -161,7 +166,7 @@ ENGINE = """
 
 @pytest.mark.slow
 def test_engines_come_and_go(make_peer: MakePeer) -> None:
-    """The user's go whole, with what they took from malloc."""
+    """The user's processes end, with all that they took from malloc."""
     user, owner = make_peer(2), make_peer(1)
     owner.make_cache("allocated")
     run_rounds(user, owner, ENGINE, 30)
@@ -173,7 +178,7 @@ def test_engines_come_and_go(make_peer: MakePeer) -> None:
 
 @pytest.mark.slow
 def test_peers_that_die_leave_nothing(make_peer: MakePeer) -> None:
-    """The engine that they were linked with has it all back."""
+    """The engine that was linked with the dead peers releases all of their resources."""
     owner = make_peer(1)
     owner.make_cache("allocated")
 

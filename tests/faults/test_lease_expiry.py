@@ -1,4 +1,4 @@
-"""A lease expires before, while and after a peer moves its blocks."""
+"""Leases that expire before, while and after a peer moves their blocks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.faults.leased import (
     NOT_EXIST,
     PUSH,
     THEIRS,
-    here,
     lease_at,
+    make_local_cache,
     mover,
     pushed_into,
-    there,
+    their_arrays,
 )
 from tests.faults.peer import Peer
 from tests.faults.states import link_of
@@ -41,7 +41,7 @@ from tests.support.refusals import refused
 
 EXPIRED = "lease 1 of cmpl-3 was released .*, or has expired"
 HOUR_MS = 3_600_000.0
-ENDED_BY_A_THREAD = {"ucx", "ascend"}
+ENDED_BY_THE_OWNER = {"ucx", "ascend"}
 """Machines on which the peer does not know the owner's clock."""
 OTHER_CLOCK = ("unshare", "--time", "--monotonic", "100000", "--fork", "--kill-child")
 EXPIRE = "datadist.renew(lease, 1e-6)"  # 1 ns from now
@@ -53,29 +53,31 @@ memories = pytest.mark.parametrize("memory", ["allocated", "registered"])
 
 @memories
 @directions
-def test_expired_before(make_engine: MakeEngine, peer: Peer, direction: str, memory: str) -> None:
+def test_a_lease_expires_before_the_move(
+    make_engine: MakeEngine, peer: Peer, direction: str, memory: str
+) -> None:
     user, lease = make_engine(2), lease_at(peer, memory, HOUR_MS)
-    cache, _ = here(user, 2)
+    cache, _ = make_local_cache(user, 2)
     link(user, peer)
     move = mover(user, direction, lease, cache)
     move()
     peer.run(EXPIRE)
-    before = there(peer)
+    before = their_arrays(peer)
     for _ in range(2):
         with refused(NOT_EXIST, EXPIRED):
             move()
-    assert there(peer) == before
+    assert their_arrays(peer) == before
     peer.run("datadist.release(lease)")
     user.pull_blocks(CacheIndex(1, lease.cache_id), cache, THEIRS, MINE)
 
 
 @memories
 @directions
-def test_expired_during(
+def test_a_lease_expires_during_the_move(
     gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str, memory: str
 ) -> None:
     user, lease = gated(2), lease_at(peer, memory, HOUR_MS)
-    cache, _ = here(user, None if direction == "pull" else 2)
+    cache, _ = make_local_cache(user, None if direction == "pull" else 2)
     link(user, peer)
     call = attempt(mover(user, direction, lease, cache))
     gate.wait()
@@ -85,18 +87,18 @@ def test_expired_during(
     assert error is not None
     assert error.status_code is NOT_EXIST, error
     if direction == "push":
-        assert there(peer) == [[[9] * 64] * 4] * 8
+        assert their_arrays(peer) == [[[9] * 64] * 4] * 8
     mine = link_of(user, 1)
     assert mine is not None
     assert (mine.bytes_pulled, mine.bytes_pushed, mine.in_flight) == (0, 0, 0)
 
 
 @directions
-def test_expired_after(
+def test_a_lease_expires_after_the_move(
     gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str
 ) -> None:
     user, lease = gated(2), lease_at(peer, ttl_ms=HOUR_MS)
-    cache, arrays = here(user, None if direction == "pull" else 2)
+    cache, arrays = make_local_cache(user, None if direction == "pull" else 2)
     link(user, peer)
     call = attempt(mover(user, direction, lease, cache))
     gate.wait()
@@ -106,7 +108,9 @@ def test_expired_after(
     if direction == "pull":
         assert all((array[1] == to[2]).all() for array, to in zip(arrays, pattern(1), strict=True))
     else:
-        assert [item[2] for item in there(peer)] == [value[1].tolist() for value in pattern(2)]
+        assert [item[2] for item in their_arrays(peer)] == [
+            value[1].tolist() for value in pattern(2)
+        ]
 
 
 @pytest.mark.skipif(
@@ -114,7 +118,7 @@ def test_expired_after(
     reason="only root can make a time namespace, with `unshare` of util-linux",
 )
 @pytest.mark.parametrize("direction", ["pull", "push"])
-def test_of_an_owner_in_another_time_namespace(direction: str) -> None:
+def test_a_lease_of_an_owner_in_another_time_namespace_expires(direction: str) -> None:
     with (
         closing(Peer(prefix=OTHER_CLOCK)) as peer,
         LlmDataDist(2, LlmRole.MIX) as user,
@@ -122,7 +126,7 @@ def test_of_an_owner_in_another_time_namespace(direction: str) -> None:
         peer.start(1)
         user.initialize({})
         lease = lease_at(peer, ttl_ms=HOUR_MS)
-        cache, _ = here(user, 2)
+        cache, _ = make_local_cache(user, 2)
         link(user, peer)
         assert [item.transport for item in user.links()] == ["tcp"]
         move = mover(user, direction, lease, cache)
@@ -133,10 +137,12 @@ def test_of_an_owner_in_another_time_namespace(direction: str) -> None:
 
 
 @directions
-def test_its_time_passes(machine: str, make_engine: MakeEngine, peer: Peer, direction: str) -> None:
-    """No failure comes before it; no success begins after it, where the peer knows the clock."""
+def test_a_lease_expires_when_its_time_passes(
+    machine: str, make_engine: MakeEngine, peer: Peer, direction: str
+) -> None:
+    """No move fails before the expiry, and none succeeds later if the peer knows the clock."""
     user, lease = make_engine(2), lease_at(peer, ttl_ms=HOUR_MS)
-    cache, _ = here(user, 2)
+    cache, _ = make_local_cache(user, 2)
     link(user, peer)
     move = mover(user, direction, lease, cache)
     first, last = peer.run(
@@ -154,16 +160,18 @@ def test_its_time_passes(machine: str, make_engine: MakeEngine, peer: Peer, dire
             break
     with refused(NOT_EXIST, EXPIRED):
         move()
-        while machine in ENDED_BY_A_THREAD and time.monotonic() < give_up:
+        while machine in ENDED_BY_THE_OWNER and time.monotonic() < give_up:
             move()
     assert moved > 0 or began >= first
 
 
 @directions
-def test_renewed(make_engine: MakeEngine, peer: Peer, direction: str) -> None:
-    """The peer needs nothing for it, and the owner cannot do it once the lease has expired."""
+def test_a_renewed_lease_does_not_expire(
+    make_engine: MakeEngine, peer: Peer, direction: str
+) -> None:
+    """The peer takes no part in a renewal, and the owner cannot renew an expired lease."""
     user, lease = make_engine(2), lease_at(peer, ttl_ms=HOUR_MS)
-    cache, _ = here(user, 2)
+    cache, _ = make_local_cache(user, 2)
     link(user, peer)
     first = peer.run(
         "import time; datadist.renew(lease, 250.0); datadist.renew(lease, 3_600_000); "
@@ -187,11 +195,11 @@ def test_renewed(make_engine: MakeEngine, peer: Peer, direction: str) -> None:
 
 
 @memories
-@pytest.mark.parametrize("does", ["pushes on", "is killed"])
-def test_the_owner_has_the_blocks_back(
-    make_engine: MakeEngine, make_peer: MakePeer, machine: str, memory: str, does: str
+@pytest.mark.parametrize("fate", ["pushes on", "is killed"])
+def test_the_owner_gets_the_blocks_back(
+    make_engine: MakeEngine, make_peer: MakePeer, machine: str, memory: str, fate: str
 ) -> None:
-    """Of a peer that writes when they expire, without a call of the owner; no byte comes later."""
+    """The peer writes when the lease expires, and the owner makes no call: no byte comes later."""
     owner, peer = make_engine(8, heartbeat_timeout_ms=60_000), make_peer(1)
     ended: SimpleQueue[tuple[BlockLease, LeaseEnd]] = SimpleQueue()
     owner.on_released(lambda *array: ended.put(array))
@@ -203,13 +211,13 @@ def test_the_owner_has_the_blocks_back(
     while not arrays[0].any():
         assert time.monotonic() < give_up
     owner.renew(lease, 1.0)
-    if does == "is killed":
+    if fate == "is killed":
         peer.kill()
     assert ended.get(timeout=DEADLINE_S) == (lease, LeaseEnd.EXPIRED)
     assert owner.leases() == []
     for array in arrays:
         array[:] = 2
-    if does == "pushes on":
+    if fate == "pushes on":
         assert peer.run("thread.join(30); result = why") == ["LLM_KV_CACHE_NOT_EXIST"]
     assert all((array == 2).all() for array in arrays)
 
@@ -218,9 +226,11 @@ PAIRS = KvCacheExtParam(tensor_num_per_layer=2)
 
 
 @memories
-def test_expired_between_two_layers(make_engine: MakeEngine, peer: Peer, memory: str) -> None:
+def test_a_lease_expires_between_two_layers(
+    make_engine: MakeEngine, peer: Peer, memory: str
+) -> None:
     user, lease = make_engine(2), lease_at(peer, memory, HOUR_MS)
-    cache, _ = here(user, 5)
+    cache, _ = make_local_cache(user, 5)
     link(user, peer)
     task = user.layered(Transfer(Rows(cache, MINE), Rows(lease), layers=PAIRS))
     task.ready(0)
@@ -232,21 +242,26 @@ def test_expired_between_two_layers(make_engine: MakeEngine, peer: Peer, memory:
         task.ready(layer)
     with refused(NOT_EXIST, "was released"):
         task.wait(LONG_MS)
-    assert there(peer) == [[[9] * 64] * 4] * 8
+    assert their_arrays(peer) == [[[9] * 64] * 4] * 8
 
 
-@pytest.mark.usefixtures("served_by_nobody")
-def test_the_owner_is_stopped(machine: str, make_engine: MakeEngine, peer: Peer) -> None:
-    """Who only reads its memory finds the deadline there; its thread ends it when it goes on."""
+@pytest.mark.usefixtures("needs_no_running_peer")
+def test_a_lease_of_a_stopped_owner_expires(
+    machine: str, make_engine: MakeEngine, peer: Peer
+) -> None:
+    """A reader of the owner's memory finds the deadline in it.
+
+    On other machines a thread of the owner ends the lease when the owner goes on.
+    """
     user, lease = make_engine(2), lease_at(peer, ttl_ms=HOUR_MS)
-    cache, _ = here(user)
+    cache, _ = make_local_cache(user)
     link(user, peer)
     pull = mover(user, "pull", lease, cache)
     pull()
     peer.run("datadist.renew(lease, 100.0)")
     peer.stop()
     last = time.monotonic() + DEADLINE_S
-    if machine in ENDED_BY_A_THREAD:
+    if machine in ENDED_BY_THE_OWNER:
         peer.resume()
     try:
         with refused(NOT_EXIST, EXPIRED):

@@ -1,4 +1,4 @@
-"""Blocks become another request's before, while and after a peer moves them with a lease."""
+"""Leased blocks that become another request's before, while and after a peer moves them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tests.faults.leased import (
     PUSH,
     RELEASED,
     THEIRS,
-    here,
     lease_at,
+    make_local_cache,
     mover,
     pushed_into,
-    there,
+    their_arrays,
 )
 from tests.faults.outcomes import COUNT, unconfirmed
 from tests.faults.peer import Peer
@@ -50,48 +50,50 @@ memories = pytest.mark.parametrize("memory", ["allocated", "registered"])
 
 
 @memories
-def test_blocks_of_a_lease(make_engine: MakeEngine, peer: Peer, memory: str) -> None:
+def test_blocks_of_a_lease_are_moved(make_engine: MakeEngine, peer: Peer, memory: str) -> None:
     user, lease = make_engine(2), lease_at(peer, memory)
-    cache, arrays = here(user)
+    cache, arrays = make_local_cache(user)
     link(user, peer)
     mover(user, "pull", lease, cache)()
     for array, tensor in zip(arrays, pattern(1), strict=True):
         assert (array[1] == tensor[2]).all()
         assert (array[3] == tensor[0]).all()
-    pushed, _ = here(user, 5)
+    pushed, _ = make_local_cache(user, 5)
     mover(user, "push", lease, pushed)()
-    for array, was, now in zip(there(peer), pattern(1), pattern(5), strict=True):
+    for array, was, now in zip(their_arrays(peer), pattern(1), pattern(5), strict=True):
         assert array == [now[3].tolist(), was[1].tolist(), now[1].tolist(), was[3].tolist()]
     user.submit(Transfer(Rows(lease, [0]), Rows(cache, [2]))).wait(LONG_MS)
     assert all((item[2] == to[3]).all() for item, to in zip(arrays, pattern(5), strict=True))
     user.submit(Transfer(Rows(cache, [2]), Rows(lease, [2]))).wait(LONG_MS)
-    assert [item[2] for item in there(peer)] == [value[3].tolist() for value in pattern(5)]
+    assert [item[2] for item in their_arrays(peer)] == [value[3].tolist() for value in pattern(5)]
 
 
 @memories
 @directions
-def test_released_before(make_engine: MakeEngine, peer: Peer, direction: str, memory: str) -> None:
+def test_a_lease_is_released_before_the_move(
+    make_engine: MakeEngine, peer: Peer, direction: str, memory: str
+) -> None:
     user, lease = make_engine(2), lease_at(peer, memory)
-    cache, arrays = here(user, 2)
+    cache, arrays = make_local_cache(user, 2)
     link(user, peer)
     again = mover(user, direction, lease, cache)
     again()
-    before = there(peer), [array.copy() for array in arrays]
+    before = their_arrays(peer), [array.copy() for array in arrays]
     peer.run("datadist.release(lease)")
     for move in (again, again):
         with refused(NOT_EXIST, RELEASED):
             move()
-    assert there(peer) == before[0]
+    assert their_arrays(peer) == before[0]
     if direction == "push":
         with refused(NOT_EXIST, RELEASED):
             user.submit(Transfer(Rows(cache, MINE), Rows(lease))).wait(LONG_MS)
-    # The blocks are there all the same, for who does not ask whose they are.
+    # Without the lease the blocks can still be read.
     user.pull_blocks(CacheIndex(1, lease.cache_id), cache, THEIRS, MINE)
 
 
 @memories
 @directions
-def test_released_during(
+def test_a_lease_is_released_during_the_move(
     gated: MakeEngine,
     peer: Peer,
     gate: Gate,
@@ -101,20 +103,20 @@ def test_released_during(
     memory: str,
 ) -> None:
     user, lease = gated(2), lease_at(peer, memory)
-    cache, _ = here(user, None if direction == "pull" else 2)
+    cache, _ = make_local_cache(user, None if direction == "pull" else 2)
     link(user, peer)
     call = attempt(mover(user, direction, lease, cache))
     gate.wait()
-    # Another request has the blocks.
+    # Another request has the blocks now.
     peer.run("datadist.release(lease); [it.fill(9) for it in arrays]")
     gate.open()
     error = call.result(30)
     assert error is not None
     assert error.status_code is NOT_EXIST, error
     assert RELEASED in str(error)
-    if direction == "push":  # whoever writes looks before each piece
+    if direction == "push":  # a writer checks before each piece
         first_unconfirmed = (0, 1)
-        assert there(peer) == [[[9] * 64] * 4] * 8
+        assert their_arrays(peer) == [[[9] * 64] * 4] * 8
     whole = 2 * COUNT  # two blocks that are not adjacent
     assert unconfirmed(error) in [set(range(first, whole)) for first in first_unconfirmed]
     mine = link_of(user, 1)
@@ -123,12 +125,12 @@ def test_released_during(
 
 
 @directions
-def test_released_and_leased_again_during(
+def test_blocks_are_released_and_leased_again_during_the_move(
     gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str
 ) -> None:
-    """The blocks are leased, as before: but not by this lease."""
+    """The blocks are leased again, but by another lease."""
     user, lease = gated(2), lease_at(peer)
-    cache, _ = here(user, None if direction == "pull" else 2)
+    cache, _ = make_local_cache(user, None if direction == "pull" else 2)
     link(user, peer)
     call = attempt(mover(user, direction, lease, cache))
     gate.wait()
@@ -141,11 +143,11 @@ def test_released_and_leased_again_during(
 
 
 @directions
-def test_released_after(
+def test_a_lease_is_released_after_the_move(
     gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str
 ) -> None:
     user, lease = gated(2), lease_at(peer)
-    cache, arrays = here(user, None if direction == "pull" else 2)
+    cache, arrays = make_local_cache(user, None if direction == "pull" else 2)
     link(user, peer)
     call = attempt(mover(user, direction, lease, cache))
     gate.wait()
@@ -155,16 +157,18 @@ def test_released_after(
     if direction == "pull":
         assert all((array[1] == to[2]).all() for array, to in zip(arrays, pattern(1), strict=True))
     else:
-        assert [item[2] for item in there(peer)] == [value[1].tolist() for value in pattern(2)]
+        assert [item[2] for item in their_arrays(peer)] == [
+            value[1].tolist() for value in pattern(2)
+        ]
 
 
 @directions
-def test_forged(make_engine: MakeEngine, peer: Peer, direction: str) -> None:
-    """What no lease has, or another; never one that reaches what is not a word of the table."""
+def test_forged_leases_are_refused(make_engine: MakeEngine, peer: Peer, direction: str) -> None:
+    """Forged words name no lease or another one, but never memory outside of the table."""
     user, lease = make_engine(2), lease_at(peer)
-    cache, _ = here(user, 2)
+    cache, _ = make_local_cache(user, 2)
     link(user, peer)
-    before = there(peer)
+    before = their_arrays(peer)
     for slot, generation in (
         (lambda value: value, lambda value: value + 2),
         (lambda value: value, lambda value: value ^ 1 << 40),
@@ -181,14 +185,16 @@ def test_forged(make_engine: MakeEngine, peer: Peer, direction: str) -> None:
             mover(user, direction, replace(lease, words=words), cache)()
     with refused("LLM_FEATURE_NOT_ENABLED", "lease cannot be checked over transport"):
         mover(user, direction, replace(lease, words=()), cache)()
-    assert there(peer) == before
-    mover(user, direction, lease, cache)()  # the link is as good as before
+    assert their_arrays(peer) == before
+    mover(user, direction, lease, cache)()  # the link still works
 
 
 @directions
-def test_the_cache_is_freed(make_engine: MakeEngine, peer: Peer, direction: str) -> None:
+def test_a_lease_of_a_freed_cache_is_refused(
+    make_engine: MakeEngine, peer: Peer, direction: str
+) -> None:
     user, lease = make_engine(2), lease_at(peer)
-    cache, _ = here(user, 2)
+    cache, _ = make_local_cache(user, 2)
     link(user, peer)
     mover(user, direction, lease, cache)()
     assert peer.run("datadist.deallocate_cache(cache); result = datadist.leases()") == []
@@ -196,11 +202,13 @@ def test_the_cache_is_freed(make_engine: MakeEngine, peer: Peer, direction: str)
         mover(user, direction, lease, cache)()
 
 
-def test_the_owner_is_restarted(make_engine: MakeEngine, make_peer: MakePeer) -> None:
+def test_a_lease_of_a_restarted_owner_is_refused(
+    make_engine: MakeEngine, make_peer: MakePeer
+) -> None:
     user, peer = make_engine(2), make_peer(1)
     lease = lease_at(peer)
     link(user, peer)
-    cache, _ = here(user)
+    cache, _ = make_local_cache(user)
     user.unlink_clusters([1], 10_000).raise_for_status()
     peer.run("old = lease; datadist.finalize(); del cache, arrays")
     peer.start(1)
@@ -211,8 +219,8 @@ def test_the_owner_is_restarted(make_engine: MakeEngine, make_peer: MakePeer) ->
     peer.run("datadist.release(old); result = len(datadist.leases())")
 
 
-def ends(owner: LlmDataDist, lease: BlockLease) -> bool:
-    """Release it; False: a peer may still write."""
+def is_released(owner: LlmDataDist, lease: BlockLease) -> bool:
+    """Release the lease, and return False if a peer may still write."""
     try:
         owner.release(lease)
     except LLMException as error:
@@ -222,40 +230,40 @@ def ends(owner: LlmDataDist, lease: BlockLease) -> bool:
     return True
 
 
-@pytest.mark.parametrize("does", ["goes on", "is stopped", "is killed"])
+@pytest.mark.parametrize("fate", ["goes on", "is stopped", "is killed"])
 @memories
 def test_no_byte_changes_after_a_release(
-    make_engine: MakeEngine, make_peer: MakePeer, machine: str, memory: str, does: str
+    make_engine: MakeEngine, make_peer: MakePeer, machine: str, memory: str, fate: str
 ) -> None:
     owner, peer = make_engine(8, heartbeat_timeout_ms=60_000), make_peer(1)
     peer.run(PUSH, address=owner.listen_address)
-    kept = []  # what may be registered
-    for _ in range(1 if does == "is killed" else 4):
+    kept_alive = []  # keeps registered memory alive
+    for _ in range(1 if fate == "is killed" else 4):
         arrays, cache = pushed_into(owner, machine, memory)
-        kept.append(arrays)
+        kept_alive.append(arrays)
         lease = owner.lease_blocks(cache, range(4))
         peer.run(BEGIN, blob=lease.to_bytes())
         deadline = time.monotonic() + DEADLINE_S
         while not arrays[0].any():
             assert time.monotonic() < deadline
-        if does == "is stopped":
+        if fate == "is stopped":
             peer.stop()
-        elif does == "is killed":
+        elif fate == "is killed":
             peer.kill()
-        if not ends(owner, lease):  # it was stopped inside of what nobody can take from it
-            assert does == "is stopped"
+        if not is_released(owner, lease):  # the peer was stopped in a write that cannot be revoked
+            assert fate == "is stopped"
             assert memory == "allocated" or machine in ("ucx", "ascend", "cuda")
             assert owner.leases() == []
             peer.resume()
-            while not ends(owner, lease):
+            while not is_released(owner, lease):
                 assert time.monotonic() < deadline
         for array in arrays:
             array[:] = 2
         peer.resume()
-        if does != "is killed":
-            assert peer.run("thread.join(30); result = why")[0] in ENDS[does, memory]
+        if fate != "is killed":
+            assert peer.run("thread.join(30); result = why")[0] in ENDS[fate, memory]
         assert all((array == 2).all() for array in arrays)
-        if does == "is stopped":  # its writes by address were cut off: it links again
+        if fate == "is stopped":  # its writes by address were cut off, so it links again
             peer.run("datadist.unlink_clusters([8], 10_000, force=True)")
             peer.run("datadist.link_clusters([ClusterInfo(8, address)], 10_000).raise_for_status()")
 
@@ -272,24 +280,28 @@ PAIRS = KvCacheExtParam(tensor_num_per_layer=2)
 
 
 @memories
-def test_layer_by_layer(make_engine: MakeEngine, peer: Peer, memory: str) -> None:
+def test_a_leased_block_is_moved_layer_by_layer(
+    make_engine: MakeEngine, peer: Peer, memory: str
+) -> None:
     user, lease = make_engine(2), lease_at(peer, memory)
-    cache, _ = here(user, 5)
+    cache, _ = make_local_cache(user, 5)
     link(user, peer)
     task = user.layered(Transfer(Rows(cache, MINE), Rows(lease), layers=PAIRS))
     for layer in task.layers:
         task.ready(layer)
     task.wait(LONG_MS)
-    for array, was, now in zip(there(peer), pattern(1), pattern(5), strict=True):
+    for array, was, now in zip(their_arrays(peer), pattern(1), pattern(5), strict=True):
         assert array == [now[3].tolist(), was[1].tolist(), now[1].tolist(), was[3].tolist()]
     with refused("LLM_PARAM_INVALID", r"dst\.blocks\[0\]=1 is not a block of lease 1 of cmpl-3"):
         user.layered(Transfer(Rows(cache, [1]), Rows(lease, [1]), layers=PAIRS))
 
 
 @memories
-def test_released_between_two_layers(make_engine: MakeEngine, peer: Peer, memory: str) -> None:
+def test_a_lease_is_released_between_two_layers(
+    make_engine: MakeEngine, peer: Peer, memory: str
+) -> None:
     user, lease = make_engine(2), lease_at(peer, memory)
-    cache, _ = here(user, 5)
+    cache, _ = make_local_cache(user, 5)
     link(user, peer)
     task = user.layered(Transfer(Rows(cache, MINE), Rows(lease), layers=PAIRS))
     task.ready(0)
@@ -301,18 +313,18 @@ def test_released_between_two_layers(make_engine: MakeEngine, peer: Peer, memory
         task.ready(layer)
     with refused(NOT_EXIST, RELEASED):
         task.wait(LONG_MS)
-    assert there(peer) == [[[9] * 64] * 4] * 8
+    assert their_arrays(peer) == [[[9] * 64] * 4] * 8
     with refused(NOT_EXIST, RELEASED):
         late = user.layered(Transfer(Rows(cache, MINE), Rows(lease), layers=PAIRS))
         late.ready(0)
         late.wait(LONG_MS)
 
 
-def test_released_during_a_layer(
+def test_a_lease_is_released_during_a_layer(
     gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt
 ) -> None:
     user, lease = gated(2), lease_at(peer)
-    cache, _ = here(user, 5)
+    cache, _ = make_local_cache(user, 5)
     link(user, peer)
     task = user.layered(Transfer(Rows(cache, MINE), Rows(lease), layers=PAIRS))
 
@@ -329,7 +341,7 @@ def test_released_during_a_layer(
     assert error is not None
     assert error.status_code is NOT_EXIST, error
     assert RELEASED in str(error)
-    assert there(peer) == [[[9] * 64] * 4] * 8
+    assert their_arrays(peer) == [[[9] * 64] * 4] * 8
 
 
 HALF = CacheDesc(
@@ -350,10 +362,10 @@ result = lease.to_bytes()
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
-def test_a_gather(
+def test_a_source_of_a_gather_releases_its_lease(
     gated: MakeEngine, make_peer: MakePeer, gate: Gate, attempt: Attempt, when: str
 ) -> None:
-    """Of two sources the second releases its part."""
+    """The second of two sources releases its part."""
     user, peers = gated(2), [make_peer(1), make_peer(3)]
     leases = []
     for head, peer in enumerate(peers):
@@ -374,7 +386,8 @@ def test_a_gather(
             timeout_ms=LONG_MS,
         )
     )
-    if when != "before":  # else the second source fails at once, perhaps before the first begins
+    # otherwise the second source fails at once, perhaps before the first begins
+    if when != "before":
         gate.wait()
     if when == "during":
         peers[1].run(release)
@@ -403,7 +416,7 @@ result = lease.to_bytes()
 """
 
 
-def test_a_slot(make_engine: MakeEngine, peer: Peer) -> None:
+def test_a_leased_slot_is_moved(make_engine: MakeEngine, peer: Peer) -> None:
     user, lease = make_engine(2), BlockLease.from_bytes(peer.run(SLOT))
     cache = user.allocate_cache(DESC)
     arrays = user.arrays(cache)
@@ -413,9 +426,9 @@ def test_a_slot(make_engine: MakeEngine, peer: Peer) -> None:
     for array in arrays:
         array[3] = 7
     user.push_cache(cache, lease, 3)
-    assert [item[2] for item in there(peer)] == [[7] * 64] * 8
-    assert [item[3] for item in there(peer)] == [value[3].tolist() for value in pattern(1)]
-    paged, blocks = here(user)
+    assert [item[2] for item in their_arrays(peer)] == [[7] * 64] * 8
+    assert [item[3] for item in their_arrays(peer)] == [value[3].tolist() for value in pattern(1)]
+    paged, blocks = make_local_cache(user)
     with refused("LLM_PARAM_INVALID", "src_blocks"):
         user.pull_blocks(lease, paged, [2], [0])
     with refused("LLM_PARAM_INVALID", "contiguous"):
@@ -438,7 +451,7 @@ def test_a_slot(make_engine: MakeEngine, peer: Peer) -> None:
 
 
 @directions
-def test_a_slot_released_during(
+def test_a_leased_slot_is_released_during_the_move(
     gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str
 ) -> None:
     user, lease = gated(2), BlockLease.from_bytes(peer.run(SLOT))
@@ -456,4 +469,4 @@ def test_a_slot_released_during(
     assert error is not None
     assert error.status_code is NOT_EXIST, error
     if direction == "push":
-        assert there(peer) == [[[9] * 64] * 4] * 8
+        assert their_arrays(peer) == [[[9] * 64] * 4] * 8

@@ -1,9 +1,10 @@
-"""An owner moves blocks that peers have leased: no peer reads an old place and succeeds."""
+"""Leased blocks that their owner moves: no peer succeeds with the bytes of an old place."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from kvplan import (
     Cache,
     CacheDesc,
     DataType,
+    GatherError,
     KvCacheExtParam,
     LlmDataDist,
     LLMException,
@@ -20,9 +22,10 @@ from kvplan import (
     Rows,
     Transfer,
 )
+from kvplan.planning.segments import DEFAULT_COALESCE
 from tests.faults.conftest import Attempt, MakeEngine
 from tests.faults.gate import Gate
-from tests.faults.leased import NOT_EXIST, here, lease_at, mover, there
+from tests.faults.leased import NOT_EXIST, lease_at, make_local_cache, mover, their_arrays
 from tests.faults.peer import Peer
 from tests.faults.transfers import LONG_MS, link
 from tests.support.refusals import refused
@@ -60,7 +63,10 @@ def move(moves, tags, follow):
     for where in [cache] if tags is None else [leases[tag] for tag in tags]:
         datadist.moved(where, moves, follow=follow, copy=lambda: copy(moves))
 """
-"""Blocks of 32 equal numbers, which name a token and the tensor; 9999 is of no token."""
+"""Code for the owner: blocks of 32 equal numbers, which name a token and the tensor.
+
+9999 stands for no token.
+"""
 
 
 @pytest.fixture
@@ -71,7 +77,7 @@ def owner(make_peer: Callable[..., Peer]) -> Peer:
 
 
 def taken(cache: list[Any], blocks: list[int]) -> list[int]:
-    """The tokens that blocks hold, which are alike in both tensors."""
+    """Return the tokens in blocks, after checking that both tensors have the same ones."""
     tokens = []
     for block in blocks:
         token = int(cache[0][block].flat[0]) // 2
@@ -87,7 +93,8 @@ def test_peers_follow_by_every_verb(make_engine: MakeEngine, owner: Peer) -> Non
     arrays = user.arrays(cache)
     link(user, owner)
     before = BlockLease.from_bytes(owner.run("result = lease('a', [14, 3, 5], [70, 71, 72])"))
-    user.pull_blocks(before, cache, None, [0, 1, 2], timeout_ms=LONG_MS)  # the pair is known
+    # from now on the pair is known
+    user.pull_blocks(before, cache, None, [0, 1, 2], timeout_ms=LONG_MS)
     latest = BlockLease.from_bytes(
         owner.run(
             """
@@ -116,7 +123,8 @@ def test_peers_follow_by_every_verb(make_engine: MakeEngine, owner: Peer) -> Non
         user.pull_blocks(before, cache, [4], [6])
     for number, array in enumerate(arrays):
         array[6] = 2 * 80 + number
-    user.push_blocks(cache, before, [6], [14], timeout_ms=LONG_MS)  # a number of before
+    # block 14 is an old number of the lease
+    user.push_blocks(cache, before, [6], [14], timeout_ms=LONG_MS)
     assert owner.run("result = [int(array[4].flat[0]) for array in arrays]") == [160, 161]
     assert owner.run("result = [int(array[14].flat[0]) for array in arrays]") == [19998, 19999]
 
@@ -161,12 +169,12 @@ def test_only_one_of_two_leases_of_a_block_moves(make_engine: MakeEngine, owner:
     user.pull_blocks(first, cache, [14, 3], [0, 1], timeout_ms=LONG_MS)
     user.pull_blocks(second, cache, None, [2], timeout_ms=LONG_MS)
     assert taken(user.arrays(cache), [0, 1, 2]) == [75, 71, 70]
-    owner.run("datadist.release(leases['a'])")  # an earlier value
+    owner.run("datadist.release(leases['a'])")  # an earlier value of the lease
     with refused(NOT_EXIST, "lease 1 of a was released or moved"):
         user.pull_blocks(first, cache, None, [0, 1], timeout_ms=LONG_MS)
 
 
-def test_a_plan_of_before_is_refused(make_engine: MakeEngine, owner: Peer) -> None:
+def test_a_plan_from_before_the_move_is_refused(make_engine: MakeEngine, owner: Peer) -> None:
     user = make_engine(2)
     cache = user.allocate_blocks_cache(DESC)
     link(user, owner)
@@ -183,7 +191,7 @@ def test_a_plan_of_before_is_refused(make_engine: MakeEngine, owner: Peer) -> No
     assert taken(user.arrays(cache), [0, 1]) == [70, 71]
 
 
-def test_a_slot_moves(make_engine: MakeEngine, owner: Peer) -> None:
+def test_a_leased_slot_moves(make_engine: MakeEngine, owner: Peer) -> None:
     user = make_engine(2)
     cache = user.allocate_cache(DESC)
     link(user, owner)
@@ -212,14 +220,33 @@ def test_a_slot_moves(make_engine: MakeEngine, owner: Peer) -> None:
         assert taken(user.arrays(cache), [1]) == [70]
 
 
+def test_a_gather_whose_lease_moves_after_it_was_planned(
+    make_engine: MakeEngine, owner: Peer
+) -> None:
+    """The gather is planned again for the new places, natively or by the planner."""
+    user = make_engine(2)
+    cache = user.allocate_blocks_cache(DESC)
+    link(user, owner)
+    for coalesce in (False, True, DEFAULT_COALESCE):
+        lease = BlockLease.from_bytes(owner.run("result = lease('a', [14, 3], [70, 71])"))
+        moves = iter(["move({14: 4}, ['a'], True)"])
+        remove = user.on_plan(lambda _, moves=moves: [*map(owner.run, moves)])
+        sources = [Rows(lease, [14, 3])]
+        with suppress(GatherError):  # over a transport whose peer checks the lease
+            user.run(Transfer(sources, Rows(cache, [0, 1]), coalesce=coalesce), timeout_ms=LONG_MS)
+            assert taken(user.arrays(cache), [0, 1]) == [70, 71]
+        remove()
+        assert next(moves, None) is None
+
+
 @pytest.mark.parametrize("direction", ["pull", "push"])
 @pytest.mark.parametrize("follow", [True, False])
-def test_moved_during(
+def test_a_lease_moves_during_a_transfer(
     gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str, follow: bool
 ) -> None:
-    """What is under way ends with an error, or has the bytes of the new place."""
+    """A running transfer ends with an error, or has the bytes of the new place."""
     user, lease = gated(2), lease_at(peer)
-    cache, arrays = here(user, None if direction == "pull" else 2)
+    cache, arrays = make_local_cache(user, None if direction == "pull" else 2)
     link(user, peer)
     call = attempt(mover(user, direction, lease, cache))
     gate.wait()
@@ -240,11 +267,11 @@ def test_moved_during(
         assert error is not None
         assert error.status_code is NOT_EXIST
         assert GONE in str(error)
-    elif direction == "push":  # it follows, and nothing has gone to the old place
+    elif direction == "push":  # the push follows, and no byte has gone to the old place
         assert error is None
-        assert [array[2] for array in there(peer)] == [[9] * 64] * 8
+        assert [array[2] for array in their_arrays(peer)] == [[9] * 64] * 8
         pushed = [[array[1].tolist(), array[3].tolist()] for array in arrays]
-        assert [[array[3], array[0]] for array in there(peer)] == pushed
+        assert [[array[3], array[0]] for array in their_arrays(peer)] == pushed
     else:
         assert error is None
         assert [[array[1].tolist(), array[3].tolist()] for array in arrays] == wanted
@@ -271,13 +298,13 @@ def test_a_submitted_transfer_fails_and_the_next_follows(
 
 
 class Model:
-    """What each lease holds: a token for each of its blocks, wherever these are."""
+    """A model of the leases: a token for each block of each lease, wherever the block is."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.blocks: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
-        self.given: dict[str, BlockLease] = {}  # as the peer got it, at any time
+        self.received: dict[str, BlockLease] = {}  # as the peer received it, at any time
         self.count = 0
 
     def free(self) -> list[int]:
@@ -297,7 +324,7 @@ class Model:
             blocks=self.blocks[tag],
             tokens=self.tokens[tag],
         )
-        self.given[tag] = BlockLease.from_bytes(blob)
+        self.received[tag] = BlockLease.from_bytes(blob)
 
     def release(self, owner: Peer) -> None:
         if self.blocks:
@@ -306,7 +333,7 @@ class Model:
             del self.blocks[tag], self.tokens[tag]
 
     def move(self, owner: Peer) -> None:
-        """Some blocks to free ones, or an exchange; of all leases, or of one."""
+        """Move some blocks to free ones, or exchange blocks, of all leases or of one."""
         used = [block for blocks in self.blocks.values() for block in blocks]
         if not used:
             return
@@ -328,31 +355,33 @@ class Model:
                 del self.blocks[tag], self.tokens[tag]
 
     def read(self, user: LlmDataDist, cache: Cache) -> bool:
-        """Pull some blocks of any lease; a success has the tokens asked for."""
-        if not self.given:
+        """Pull some blocks of any lease, and check the tokens after a success."""
+        if not self.received:
             return False
         live = self.blocks and self.random.random() < 0.9
-        tag = self.random.choice([*(self.blocks if live else self.given)])
-        lease = self.given[tag]
+        tag = self.random.choice([*(self.blocks if live else self.received)])
+        lease = self.received[tag]
         places = [place for place in range(len(lease.blocks)) if self.random.random() < 0.7]
         blocks = (
             None if len(places) == len(lease.blocks) else [lease.blocks[item] for item in places]
         )
         for array in user.arrays(cache):
             array[:] = 0
-        here = [*range(len(places))]
+        own_blocks = [*range(len(places))]
         try:
             if self.random.random() < 0.5:
-                user.pull_blocks(lease, cache, blocks, here, timeout_ms=LONG_MS)
+                user.pull_blocks(lease, cache, blocks, own_blocks, timeout_ms=LONG_MS)
             else:
-                user.submit(Transfer(Rows(lease, blocks), Rows(cache, here))).wait(LONG_MS)
+                user.submit(Transfer(Rows(lease, blocks), Rows(cache, own_blocks))).wait(LONG_MS)
         except LLMException as error:
             if error.status_code is not NOT_EXIST or tag in self.tokens:
                 raise
             return False
-        if not here:
+        if not own_blocks:
             return False
-        assert taken(user.arrays(cache), here) == [self.tokens[tag][place] for place in places]
+        assert taken(user.arrays(cache), own_blocks) == [
+            self.tokens[tag][place] for place in places
+        ]
         return True
 
 

@@ -1,4 +1,4 @@
-"""Other memory at the addresses of a registered cache: before it nothing reads as a success."""
+"""Other memory at the addresses of a registered cache: no transfer succeeds with the old pages."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ INVALID, NOT_EXIST = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_KV_CACHE
 DESC = CacheDesc(2, (1, 4096), DataType.DT_INT32)
 SIZE = DESC.nbytes  # 8 pages
 
-# A cache over 8 pages; `remap` puts other pages there, full of a number.
+# A cache over 8 pages; `remap` maps other pages at their addresses, full of a number.
 MAPPED = """
-import ctypes
+import ctypes, time
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 size = 32768
@@ -55,7 +55,8 @@ def remap(number):
 
 from kvplan import DataType
 desc = CacheDesc(2, (1, 4096), DataType.DT_INT32)
-base = map_at(0, False)
+# Far below other mappings, and each time elsewhere, so that no other thread fills a hole.
+base = map_at((1 << 45) + time.monotonic_ns() % (1 << 44) // size * size, False)
 fill(5)
 cache = datadist.register_cache(desc, [base, base + size // 2], [CacheKey(1, 7)])
 result = cache.cache_id
@@ -67,10 +68,10 @@ def remote(peer: Peer) -> CacheIndex:
     return CacheIndex(1, peer.run(MAPPED))
 
 
-def test_transfers_after_it_bring_what_is_there_now(
+def test_transfers_after_remapping_read_the_new_memory(
     make_engine: MakeEngine, peer: Peer, remote: CacheIndex
 ) -> None:
-    """At once: the peers know of it when it returns."""
+    """The peers know of the new pages when `remap_registered_memory` returns."""
     user = make_engine(2)
     mine = user.allocate_cache(DESC)
     link(user, peer)
@@ -85,7 +86,7 @@ def test_transfers_after_it_bring_what_is_there_now(
     assert peer.run("result = ctypes.c_int32.from_address(base).value") == 77
 
 
-def test_a_transfer_that_had_begun_fails(
+def test_a_running_transfer_fails_after_remapping(
     gated: MakeEngine,
     peer: Peer,
     remote: CacheIndex,
@@ -108,7 +109,7 @@ def test_a_transfer_that_had_begun_fails(
     assert all((array == 8).all() for array in user.arrays(mine))
 
 
-def test_layers_that_come_after_it_are_not_pushed(
+def test_later_layers_are_not_pushed_after_remapping(
     make_engine: MakeEngine, peer: Peer, remote: CacheIndex
 ) -> None:
     user = make_engine(2)
@@ -125,7 +126,7 @@ def test_layers_that_come_after_it_are_not_pushed(
 
 
 @pytest.mark.over_tcp
-def test_memory_that_is_not_mapped_is_refused_and_nothing_has_changed(
+def test_unmapped_memory_is_refused_without_a_change(
     make_engine: MakeEngine, peer: Peer, remote: CacheIndex
 ) -> None:
     user = make_engine(2)
@@ -147,11 +148,11 @@ def test_memory_that_is_not_mapped_is_refused_and_nothing_has_changed(
     with pytest.raises(Exception, match="not mapped"):
         user.pull_cache(remote, mine)
     peer.run("map_at(base, True); fill(3)")
-    user.pull_cache(remote, mine)  # by the registration that it had
+    user.pull_cache(remote, mine)  # by the earlier registration
     assert all((array == 3).all() for array in user.arrays(mine))
 
 
-def test_only_caches_that_are_touched_are_offered_again(
+def test_only_touched_caches_are_offered_again(
     make_engine: MakeEngine,
     peer: Peer,
     remote: CacheIndex,
@@ -170,7 +171,7 @@ def test_only_caches_that_are_touched_are_offered_again(
     assert pulling.result(30) is None
 
 
-def test_a_peer_that_is_stopped_hears_of_it_later(make_engine: MakeEngine, peer: Peer) -> None:
+def test_a_stopped_peer_is_notified_later(make_engine: MakeEngine, peer: Peer) -> None:
     owner = make_engine(2, sync_kv_cache_wait_time=200, heartbeat_timeout_ms=60_000)
     arrays = [np.full(DESC.shape, 4, np.int32) for _ in range(2)]
     cache = owner.register_cache(DESC, arrays)
@@ -195,7 +196,7 @@ def test_a_peer_that_is_stopped_hears_of_it_later(make_engine: MakeEngine, peer:
     )
 
 
-def test_it_counts_and_keeps_what_else_the_cache_is(
+def test_remapping_is_counted_and_keeps_the_properties_of_the_cache(
     make_engine: MakeEngine, peer: Peer, remote: CacheIndex
 ) -> None:
     user = make_engine(2)
@@ -218,7 +219,7 @@ def test_it_counts_and_keeps_what_else_the_cache_is(
         user.pull_cache(remote, mine)
 
 
-def test_rounds_leave_no_registration_behind(
+def test_repeated_remapping_leaves_no_registration_behind(
     make_engine: MakeEngine, peer: Peer, remote: CacheIndex
 ) -> None:
     user = make_engine(2)
@@ -253,7 +254,7 @@ def owner(make_engine: MakeEngine) -> tuple[LlmDataDist, int, int]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_ranges_that_cannot_be_are_refused(
+def test_invalid_ranges_are_refused(
     owner: tuple[LlmDataDist, int, int], peer: Peer, name: str
 ) -> None:
     user, own, registered = owner
@@ -264,7 +265,9 @@ def test_ranges_that_cannot_be_are_refused(
 
 
 @pytest.mark.parametrize("ranges", [None, 5, "ab", b"ab", [5], [(1, 2, 3)], [(1.0, 2)], [("1", 2)]])
-def test_what_is_no_range_is_refused(owner: tuple[LlmDataDist, int, int], ranges: Any) -> None:
+def test_values_other_than_ranges_are_refused(
+    owner: tuple[LlmDataDist, int, int], ranges: Any
+) -> None:
     with pytest.raises(TypeError):
         owner[0].remap_registered_memory(ranges)
 

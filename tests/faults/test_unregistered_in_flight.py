@@ -1,4 +1,4 @@
-"""An engine unregisters a cache that its own transfers use: they end, and none of them goes on."""
+"""A cache that an engine unregisters under its own transfers: they end, and no other goes on."""
 
 from __future__ import annotations
 
@@ -50,28 +50,28 @@ for array in datadist.arrays(cache):
     array[:] = 1
 result = cache.cache_id, list(cache.tensor_addrs)
 """
-FROM, TO = [0, 2], [1, 3]
+THEIR_BLOCKS, OWN_BLOCKS = [0, 2], [1, 3]
 ROW = DESC.stride
 
 
 class Scene(NamedTuple):
-    """A registered paged cache, of which bytes are read or written; and one of the peer's."""
+    """A registered paged cache that transfers read or write, and a cache of the peer."""
 
     user: LlmDataDist
     cache: Cache
     arrays: list[NDArray[np.int32]]
-    there: CacheIndex
+    remote_cache: CacheIndex
     addresses: list[int]
 
     def unregister(self) -> None:
         self.user.unregister_cache(self.cache.cache_id)
 
     def assert_unused(self, outcome: Callable[[], object]) -> LLMException:
-        """What was unregistered is the program's, before the transfer has its outcome and after."""
+        """Check that memory belongs to the program before the outcome is read, and after."""
         for array in self.arrays:
             array[:] = 7
-        why = f"this engine has unregistered cache {self.cache.cache_id} "
-        with refused(NOT_EXIST, why) as caught:
+        reason = f"this engine has unregistered cache {self.cache.cache_id} "
+        with refused(NOT_EXIST, reason) as caught:
             outcome()
         assert all((array == 7).all() for array in self.arrays)
         assert self.user.metrics()["in_flight"] == 0
@@ -87,7 +87,7 @@ def slowly() -> Iterator[Transfers]:
 
 
 def scene_of(user: LlmDataDist, peer: Peer, of: str = "host", desc: CacheDesc = DESC) -> Scene:
-    there, addresses = peer.run(OFFER, desc=desc)
+    remote_cache, addresses = peer.run(OFFER, desc=desc)
     link(user, peer)
     arrays = [np.zeros(desc.shape, np.int32) for _ in range(desc.num_tensors)]
     given: list[Any]
@@ -96,12 +96,12 @@ def scene_of(user: LlmDataDist, peer: Peer, of: str = "host", desc: CacheDesc = 
     else:
         arrays, given = own(of, user.cluster_id, arrays)
     cache = user.register_blocks_cache(desc, given)
-    return Scene(user, cache, arrays, CacheIndex(1, there), addresses)
+    return Scene(user, cache, arrays, CacheIndex(1, remote_cache), addresses)
 
 
 def ranges(scene: Scene, direction: Literal["pull", "push"] = "pull") -> AddressRanges:
-    local = [address + block * ROW for address in scene.cache.tensor_addrs for block in TO]
-    remote = [address + block * ROW for address in scene.addresses for block in FROM]
+    local = [address + block * ROW for address in scene.cache.tensor_addrs for block in OWN_BLOCKS]
+    remote = [address + block * ROW for address in scene.addresses for block in THEIR_BLOCKS]
     return AddressRanges(1, local, remote, [ROW] * len(local), direction)
 
 
@@ -110,30 +110,35 @@ def other(scene: Scene) -> Cache:
 
 
 def layers(scene: Scene) -> TransferTask:
-    task = scene.user.layered(Transfer(Rows(scene.cache, FROM), Rows(scene.there, TO)))
+    task = scene.user.layered(
+        Transfer(Rows(scene.cache, THEIR_BLOCKS), Rows(scene.remote_cache, OWN_BLOCKS))
+    )
     task.ready(0)
     return task
 
 
 def groups(scene: Scene) -> TransferTask:
-    """Of two caches, of which one goes."""
+    """Submit a transfer to two caches, of which one is unregistered."""
     pulled = {"a": scene.cache, "b": other(scene)}
     return scene.user.submit(
-        {name: Transfer(Rows(scene.there, FROM), Rows(cache, TO)) for name, cache in pulled.items()}
+        {
+            name: Transfer(Rows(scene.remote_cache, THEIR_BLOCKS), Rows(cache, OWN_BLOCKS))
+            for name, cache in pulled.items()
+        }
     )
 
 
 def gather(scene: Scene) -> GatherTask:
-    group = Transfer([Rows(scene.there, FROM)], Rows(scene.cache, TO))
+    group = Transfer([Rows(scene.remote_cache, THEIR_BLOCKS)], Rows(scene.cache, OWN_BLOCKS))
     return scene.user.submit({"a": group})
 
 
 SUBMIT: dict[str, Callable[[Scene], TransferTask | GatherTask]] = {
     "pull": lambda value: value.user.submit(
-        Transfer(Rows(value.there, FROM), Rows(value.cache, TO))
+        Transfer(Rows(value.remote_cache, THEIR_BLOCKS), Rows(value.cache, OWN_BLOCKS))
     ),
     "push": lambda value: value.user.submit(
-        Transfer(Rows(value.cache, FROM), Rows(value.there, TO))
+        Transfer(Rows(value.cache, THEIR_BLOCKS), Rows(value.remote_cache, OWN_BLOCKS))
     ),
     "pull_groups": groups,
     "gather_groups": gather,
@@ -150,7 +155,7 @@ SUBMIT: dict[str, Callable[[Scene], TransferTask | GatherTask]] = {
 @pytest.mark.over_hccl
 @pytest.mark.over_ucx
 @pytest.mark.parametrize("name", SUBMIT)
-def test_what_was_submitted_is_stopped(
+def test_a_submitted_transfer_is_stopped(
     make_engine: MakeEngine, peer: Peer, slowly: Transfers, machine: str, name: str
 ) -> None:
     scene = scene_of(make_engine(2, transfers=slowly), peer, machine)
@@ -162,7 +167,7 @@ def test_what_was_submitted_is_stopped(
     assert error.unconfirmed
 
 
-def test_of_memory_that_was_registered_by_addresses(
+def test_a_transfer_of_memory_registered_by_addresses_is_stopped(
     make_engine: MakeEngine, peer: Peer, slowly: Transfers
 ) -> None:
     scene = scene_of(make_engine(2, transfers=slowly), peer, "addresses")
@@ -173,16 +178,18 @@ def test_of_memory_that_was_registered_by_addresses(
 
 def test_other_transfers_go_on(make_engine: MakeEngine, peer: Peer, slowly: Transfers) -> None:
     scene = scene_of(make_engine(2, transfers=slowly), peer)
-    goes_on = scene.user.submit(Transfer(Rows(scene.there, FROM), Rows(other(scene), TO)))
+    goes_on = scene.user.submit(
+        Transfer(Rows(scene.remote_cache, THEIR_BLOCKS), Rows(other(scene), OWN_BLOCKS))
+    )
     scene.unregister()
     assert not goes_on.wait_done(10)
     goes_on.cancel()
 
 
-def test_of_layers_that_were_never_ready(
+def test_a_task_without_ready_layers_is_stopped(
     make_engine: MakeEngine, peer: Peer, slowly: Transfers
 ) -> None:
-    """It is reported at once, though no call says of any further layer that it is ready."""
+    """The outcome is reported at once, although no further layer becomes ready."""
     scene = scene_of(make_engine(2, transfers=slowly), peer)
     completions = scene.user.completions()
     task = layers(scene)
@@ -193,24 +200,28 @@ def test_of_layers_that_were_never_ready(
     scene.assert_unused(task.wait)
 
 
-def test_what_had_arrived_is_a_success(make_engine: MakeEngine, peer: Peer) -> None:
-    """Whoever asks for the outcome only then."""
+def test_a_completed_transfer_stays_a_success(make_engine: MakeEngine, peer: Peer) -> None:
+    """The outcome is read only after the cache was unregistered."""
     scene = scene_of(make_engine(2), peer)
     task = SUBMIT["pull"](scene)
     while not task.done:
         pass
     scene.unregister()
     task.wait()
-    assert all((array[TO] == 1).all() for array in scene.arrays)
+    assert all((array[OWN_BLOCKS] == 1).all() for array in scene.arrays)
 
 
-def test_calls_in_other_threads(
+def test_a_call_in_another_thread_ends_before_the_memory_is_returned(
     gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt
 ) -> None:
-    """Where the transfer is it cannot be stopped: before it can, no call gives the memory back."""
+    """A transfer that cannot be stopped at this point delays every call that returns the memory."""
     scene = scene_of(gated(2), peer)
     user, cache = scene.user, scene.cache
-    call = attempt(lambda: user.pull_blocks(scene.there, cache, FROM, TO, timeout_ms=LONG_MS))
+    call = attempt(
+        lambda: user.pull_blocks(
+            scene.remote_cache, cache, THEIR_BLOCKS, OWN_BLOCKS, timeout_ms=LONG_MS
+        )
+    )
     gate.wait()
     ending = [attempt(scene.unregister)]
     while user.caches():
@@ -226,11 +237,13 @@ def test_calls_in_other_threads(
     assert all((array == 7).all() for array in scene.arrays)
 
 
-def test_by_a_hook_of_the_transfer_itself(make_engine: MakeEngine, peer: Peer) -> None:
-    """The cache was found before, and is gone when its transfer is submitted."""
+def test_a_hook_of_the_transfer_unregisters_its_cache(make_engine: MakeEngine, peer: Peer) -> None:
+    """The cache was resolved before the hook ran, and is gone when its transfer is submitted."""
     scene = scene_of(make_engine(2), peer)
     scene.user.on_plan(lambda _: scene.unregister())
-    scene.assert_unused(lambda: scene.user.pull_blocks(scene.there, scene.cache, FROM, TO))
+    scene.assert_unused(
+        lambda: scene.user.pull_blocks(scene.remote_cache, scene.cache, THEIR_BLOCKS, OWN_BLOCKS)
+    )
 
 
 @pytest.fixture
@@ -244,10 +257,8 @@ def switching_often() -> Iterator[None]:
 @pytest.mark.over_tcp
 @pytest.mark.usefixtures("switching_often")
 @pytest.mark.parametrize("nbytes", [256, 64 << 10], ids=["small", "large"])
-def test_small_and_large_calls_at_that_moment(
-    make_engine: MakeEngine, peer: Peer, nbytes: int
-) -> None:
-    """Whether such a call comes before, after or in between: nothing is written afterwards."""
+def test_calls_race_with_unregistering(make_engine: MakeEngine, peer: Peer, nbytes: int) -> None:
+    """Calls come before, after or in between, and no byte is written afterwards."""
     user = make_engine(2)
     desc = CacheDesc(8, (4, nbytes // 4), DataType.DT_INT32)
     scene = scene_of(user, peer, desc=desc)
@@ -258,7 +269,7 @@ def test_small_and_large_calls_at_that_moment(
     def pull() -> None:
         while not stop.is_set():
             with suppress(LLMException):
-                user.pull_blocks(scene.there, current[0], FROM, TO)
+                user.pull_blocks(scene.remote_cache, current[0], THEIR_BLOCKS, OWN_BLOCKS)
 
     threads = [threading.Thread(target=pull) for _ in range(2)]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Bytes that arrive in a wrong place are found by who reads them again."""
+"""Verification: bytes that arrive in a wrong place are found by reading them again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ from kvplan import (
 )
 from tests.faults.conftest import MakeEngine
 from tests.faults.contents import pattern
-from tests.faults.leased import MINE, NOT_EXIST, RELEASED, THEIRS, here, lease_at, there
+from tests.faults.leased import (
+    MINE,
+    NOT_EXIST,
+    RELEASED,
+    THEIRS,
+    lease_at,
+    make_local_cache,
+    their_arrays,
+)
 from tests.faults.peer import Peer
 from tests.faults.transfers import LONG_MS, link
 from tests.support.refusals import refused
@@ -31,7 +39,7 @@ from tests.support.wrappers import swap_at
 
 pytestmark = [pytest.mark.over_tcp, pytest.mark.over_ucx]
 DIFFERS = "verify: layer 0>0 tensor 1>1 block .* is not the same on both sides"
-SWAPPED = 2  # of two blocks in each tensor: the first of tensor 1
+SWAPPED = 2  # of two blocks in each tensor: the first block of tensor 1
 
 ways = pytest.mark.parametrize("way", ["call", "task", "option"])
 memories = pytest.mark.parametrize("memory", ["allocated", "registered"])
@@ -39,16 +47,21 @@ directions = pytest.mark.parametrize("direction", ["pull", "push"])
 
 
 class SwapOnce:
-    """Wraps what moves the first transfer with a peer; what reads it again is another backend."""
+    """A wrapper that swaps two descriptors in the first transfer.
+
+    Verification uses another backend.
+    """
 
     def __init__(self, machine: str, direction: str = "pull", memory: str = "allocated") -> None:
-        self.seen = 0
-        # The first is of plain copies: arenas of another process are read so.
-        self.which = 1 if (machine, direction, memory) == ("host", "pull", "allocated") else 2
+        self.num_wrapped = 0
+        # The first backend is of plain copies, which read arenas of another process.
+        self.swapped_index = (
+            1 if (machine, direction, memory) == ("host", "pull", "allocated") else 2
+        )
 
     def __call__(self, backend: Backend) -> Backend:
-        self.seen += 1
-        return swap_at(backend, SWAPPED) if self.seen == self.which else backend
+        self.num_wrapped += 1
+        return swap_at(backend, SWAPPED) if self.num_wrapped == self.swapped_index else backend
 
 
 def mover(
@@ -72,46 +85,50 @@ def mover(
 @ways
 @memories
 @directions
-def test_swapped(
+def test_swapped_blocks_are_found(
     make_engine: MakeEngine, peer: Peer, machine: str, direction: str, memory: str, way: str
 ) -> None:
     with Transfers(2, SwapOnce(machine, direction, memory)) as transfers:
         options = {"verify": "all"} if way == "option" else {}
         user, lease = make_engine(2, transfers=transfers, **options), lease_at(peer, memory)
-        cache, arrays = here(user, 2)
+        cache, arrays = make_local_cache(user, 2)
         link(user, peer)
         move = mover(user, direction, way, CacheIndex(1, lease.cache_id), cache)
         with refused("LLM_FAILED", DIFFERS):
             move()
-        move()  # the wrapper does it once
+        move()  # the wrapper swaps once only
         if direction == "pull":
             assert all(
                 (array[1] == to[2]).all() for array, to in zip(arrays, pattern(1), strict=True)
             )
         else:
-            assert [item[2] for item in there(peer)] == [value[1].tolist() for value in pattern(2)]
+            assert [item[2] for item in their_arrays(peer)] == [
+                value[1].tolist() for value in pattern(2)
+            ]
 
 
-def test_nobody_asked(make_engine: MakeEngine, peer: Peer, machine: str) -> None:
-    """What the test before finds is there: without it the call succeeds."""
+def test_swapped_blocks_pass_without_verification(
+    make_engine: MakeEngine, peer: Peer, machine: str
+) -> None:
+    """Without verification the call succeeds, so the test before has found a real swap."""
     with Transfers(2, SwapOnce(machine)) as transfers:
         user, lease = make_engine(2, transfers=transfers), lease_at(peer)
-        cache, arrays = here(user)
+        cache, arrays = make_local_cache(user)
         link(user, peer)
         user.pull_blocks(CacheIndex(1, lease.cache_id), cache, THEIRS, MINE)
         wrong = [
-            t
-            for t, (pair, to) in enumerate(zip(arrays, pattern(1), strict=True))
+            number
+            for number, (pair, to) in enumerate(zip(arrays, pattern(1), strict=True))
             if (pair[1] != to[2]).any()
         ]
         assert wrong == [1]
 
 
-def test_layer_by_layer(make_engine: MakeEngine, peer: Peer, machine: str) -> None:
+def test_layers_are_verified(make_engine: MakeEngine, peer: Peer, machine: str) -> None:
     pairs = KvCacheExtParam(tensor_num_per_layer=2)
     with Transfers(2, SwapOnce(machine, "push")) as transfers:
         user, lease = make_engine(2, transfers=transfers), lease_at(peer)
-        cache, _ = here(user, 5)
+        cache, _ = make_local_cache(user, 5)
         link(user, peer)
         for fails in (True, False):
             task = user.layered(
@@ -131,9 +148,11 @@ def test_layer_by_layer(make_engine: MakeEngine, peer: Peer, machine: str) -> No
         assert sorted(peer.run(told)) == [b"moved", b"not moved"]
 
 
-def test_a_lease_that_ended_comes_first(make_engine: MakeEngine, peer: Peer) -> None:
+def test_the_end_of_a_lease_is_reported_before_verification(
+    make_engine: MakeEngine, peer: Peer
+) -> None:
     user, lease = make_engine(2), lease_at(peer)
-    cache, _ = here(user)
+    cache, _ = make_local_cache(user)
     link(user, peer)
     user.pull_blocks(lease, cache, None, MINE, verify=True)
     peer.run("datadist.release(lease)")
@@ -143,7 +162,7 @@ def test_a_lease_that_ended_comes_first(make_engine: MakeEngine, peer: Peer) -> 
 
 def test_fingerprints_agree(make_engine: MakeEngine, peer: Peer) -> None:
     user, lease = make_engine(2), lease_at(peer)
-    cache, arrays = here(user)
+    cache, arrays = make_local_cache(user)
     link(user, peer)
     user.pull_blocks(lease, cache, None, MINE)
     theirs = peer.run("result = datadist.fingerprint(lease)")
@@ -154,7 +173,7 @@ def test_fingerprints_agree(make_engine: MakeEngine, peer: Peer) -> None:
     changed = user.fingerprint(cache)
     assert (changed[1] != theirs[0], changed[3]) == (True, theirs[1])
     peer.run("datadist.release(lease)")
-    told = peer.run(
+    message = peer.run(
         """
         try:
             datadist.fingerprint(lease)
@@ -162,7 +181,7 @@ def test_fingerprints_agree(make_engine: MakeEngine, peer: Peer) -> None:
             result = str(error)
         """
     )
-    assert "lease 1 of cmpl-3 was released" in told
+    assert "lease 1 of cmpl-3 was released" in message
     with refused("LLM_PARAM_INVALID", "only its owner"):
         user.fingerprint(lease)
 
@@ -171,26 +190,26 @@ def test_fingerprints_agree(make_engine: MakeEngine, peer: Peer) -> None:
     ("shape", "layout"),
     [((2, 4, 8, 2, 16), "kv block token head dim"), ((1, 1, 4, 8), None)],
 )
-def test_fingerprints_are_of_blocks_wherever_they_lie_in_a_tensor(
+def test_fingerprints_are_of_blocks_in_any_layout(
     make_engine: MakeEngine, shape: tuple[int, ...], layout: str | None
 ) -> None:
-    """As those of a cache whose first dimension counts blocks."""
+    """The fingerprints equal those of a cache whose first dimension counts blocks."""
     user = make_engine(2)
     axis = shape.index(4)
-    lying = user.allocate_blocks_cache(
+    permuted = user.allocate_blocks_cache(
         CacheDesc(2, shape, DataType.DT_INT8, batch_dim_index=axis, kv_tensor_format=layout)
     )
     plain = user.allocate_blocks_cache(CacheDesc(2, (4, math.prod(shape) // 4), DataType.DT_INT8))
     chance = np.random.default_rng(1)
-    for one, other in zip(user.arrays(lying), user.arrays(plain), strict=True):
-        one[...] = chance.integers(-128, 128, shape)
+    for permuted_array, plain_array in zip(user.arrays(permuted), user.arrays(plain), strict=True):
+        permuted_array[...] = chance.integers(-128, 128, shape)
         for block in range(4):
-            other[block] = one.take(block, axis=axis).ravel()
-    assert user.fingerprint(lying) == user.fingerprint(plain)
-    assert len(set(user.fingerprint(lying))) == 4
+            plain_array[block] = permuted_array.take(block, axis=axis).ravel()
+    assert user.fingerprint(permuted) == user.fingerprint(plain)
+    assert len(set(user.fingerprint(permuted))) == 4
 
 
 @pytest.mark.parametrize("wrong", ["", "on", "sample:1/0", "sample:2/3", "sample:1/-4", "all "])
-def test_an_option_that_is_none(make_engine: MakeEngine, wrong: str) -> None:
+def test_invalid_options_are_refused(make_engine: MakeEngine, wrong: str) -> None:
     with refused("LLM_PARAM_INVALID", 'must be "off", "all" or'):
         make_engine(2, verify=wrong)

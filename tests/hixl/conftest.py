@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest) -> Place:
-    """Where the engines of this process are, and how they reach others."""
+    """The memory of the engines of this process, and their transport."""
     if request.param == "ascend":
         request.getfixturevalue("simulator")
     return Place(request.param, 2)
@@ -35,7 +35,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 @pytest.fixture
 def make_engine(place: Place) -> Iterator[MakeEngine]:
-    """Makes initialized engines in this process, and finalizes them."""
+    """A function that makes initialized engines in this process; the fixture finalizes them."""
     with ExitStack() as held:
 
         def make(
@@ -51,13 +51,13 @@ def make_engine(place: Place) -> Iterator[MakeEngine]:
 
 @pytest.fixture
 def engine(make_engine: MakeEngine) -> hixl.Hixl:
-    """One that listens nowhere, and is not connected."""
+    """An engine that listens nowhere, and is not connected."""
     return make_engine()
 
 
 @pytest.fixture(scope="session")
 def idle() -> Iterator[dict[str, list[Peer]]]:
-    """Processes without an engine, by place: to start one takes longer than most tests."""
+    """Processes without an engine, by place, because starting one takes longer than most tests."""
     peers: dict[str, list[Peer]] = defaultdict(list)
     yield peers
     for peer in (item for them in peers.values() for item in them):
@@ -66,7 +66,7 @@ def idle() -> Iterator[dict[str, list[Peer]]]:
 
 @pytest.fixture
 def make_peer(place: Place, idle: dict[str, list[Peer]]) -> Iterator[MakePeer]:
-    """Makes engines that listen, each in a process of its own."""
+    """A function that makes listening engines, each in a process of its own."""
     made, ready = [], idle[place.name]
 
     def make() -> Peer:
@@ -88,7 +88,7 @@ def peer(make_peer: MakePeer) -> Peer:
 
 @pytest.fixture
 def memory(engine: hixl.Hixl, place: Place) -> Memory:
-    """Of the engine."""
+    """Registered memory of the engine."""
     return registered(engine, place)
 
 
@@ -108,7 +108,7 @@ def gate() -> Iterator[Gate]:
 
 @pytest.fixture
 def gated(make_engine: MakeEngine, gate: Gate) -> Iterator[hixl.Hixl]:
-    """An engine whose transfers stand still after their first descriptor."""
+    """An engine whose transfers stop after their first descriptor."""
     with Transfers(1, wrap=gate.wrap) as transfers:
         engine = make_engine(free_name(), transfers)
         yield engine

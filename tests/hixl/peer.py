@@ -7,7 +7,7 @@ from tests.support import peer
 
 
 class Peer(peer.Peer):
-    """An `engine` that listens, of the name `name`, and its `memory`, at `address` there."""
+    """A process with a listening `engine` called `name`, and its `memory` at `address`."""
 
     module = "tests.hixl.peer_process"
     flags = ("-W", "error")
@@ -21,7 +21,7 @@ class Peer(peer.Peer):
             raise
 
     def begin(self, nbytes: int = MIB) -> None:
-        """Let it have an engine."""
+        """Make an engine in the process."""
         self.name = free_name()
         self.address, self.handle = self.run(
             """
@@ -39,7 +39,7 @@ class Peer(peer.Peer):
         self.run("memory.array[:] = pattern(len(memory.array), seed)", seed=seed)
 
     def bytes(self) -> bytes:
-        """What its memory holds."""
+        """Return the content of its memory."""
         return bytes(self.run("result = memory.array.tobytes()"))
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""What a `Peer` has: hixl, and memory of its place."""
+"""The names that snippets in a `Peer` can use: hixl, and memory of its place."""
 
 import mmap
 from typing import Any

@@ -1,9 +1,8 @@
-"""What engines of hixl run on in a test: this host over local or tcp, or simulated devices."""
+"""The environments of hixl's engines: this host over local or tcp, or simulated devices."""
 
 from __future__ import annotations
 
 import mmap
-import socket
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,13 +10,14 @@ from numpy.typing import NDArray
 
 from kvplan import hixl
 from tests.support.over_tcp import KEYS
+from tests.support.ports import free_port
 
 Bytes = NDArray[np.uint8]
 MIB = 1 << 20
 
 
 class Place(NamedTuple):
-    """One of "host", "tcp" and "ascend", for the engine of this number."""
+    """An environment, "host", "tcp" or "ascend", for the engine of this number."""
 
     name: str
     number: int
@@ -35,7 +35,7 @@ class Place(NamedTuple):
         return hixl.MEM_DEVICE if self.name == "ascend" else hixl.MEM_HOST
 
     def zeros(self, nbytes: int = MIB) -> tuple[Bytes, int]:
-        """Memory as the test sees it, and its address for hixl."""
+        """Return memory as the test sees it, and its address for hixl."""
         if self.name == "ascend":
             from tests.ascend.device import SimulatedAscend
 
@@ -43,13 +43,13 @@ class Place(NamedTuple):
             array = machine.zeros((nbytes,), np.uint8)
             (address,) = machine.addresses([array])
             return array, address
-        # Pages of its own: what is freed is not mapped any more.
+        # Pages of its own, so that freed memory is not mapped any more.
         array = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
         return array, array.ctypes.data
 
 
 class Memory(NamedTuple):
-    """Registered memory: as an array, its address, and its handle."""
+    """Registered memory: an array, its address, and its handle."""
 
     array: Bytes
     address: int
@@ -64,10 +64,8 @@ def registered(engine: hixl.Hixl, place: Place, nbytes: int = MIB) -> Memory:
 
 
 def free_name(host: str = "127.0.0.1") -> str:
-    """A name that nobody listens at."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as held:
-        port = held.getsockname()[1]
+    """Return a name at which no engine listens."""
+    port = free_port(host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -1,4 +1,4 @@
-"""Connecting and disconnecting, at once and in the background; and messages."""
+"""Connecting and disconnecting, in a call and in the background; and messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_connect_transfer_disconnect(engine: hixl.Hixl, memory: Memory, peer: Pe
 
 
 def test_each_end_has_a_connection_of_its_own(make_engine: MakeEngine, place: Place) -> None:
-    """Of two that connect with each other, one that disconnects takes nothing from the other."""
+    """If two engines have connected with each other, one may disconnect without the other."""
     names = [free_name(), free_name()]
     engines = [make_engine(name) for name in names]
     memories = [registered(engine, place) for engine in engines]
@@ -66,7 +66,7 @@ def test_each_end_has_a_connection_of_its_own(make_engine: MakeEngine, place: Pl
         assert not any(engine.datadist.links() for engine in engines)
 
 
-def test_both_connect_at_once(make_engine: MakeEngine) -> None:
+def test_two_engines_connect_with_each_other_at_once(make_engine: MakeEngine) -> None:
     names = [free_name(), free_name()]
     engines = [make_engine(name) for name in names]
     found: list[int] = []
@@ -90,7 +90,7 @@ def test_both_connect_at_once(make_engine: MakeEngine) -> None:
 
 @pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
 def test_names_of_engines(make_engine: MakeEngine, place: Place, host: str) -> None:
-    """IPv6; no port; a host name where the engine knows itself by an address."""
+    """Valid names: IPv6, without a port, and a host name of an engine that knows its address."""
     name = free_name(host)
     owner = make_engine(name)
     client = make_engine(name.rpartition(":")[0])
@@ -127,7 +127,7 @@ def test_an_engine_with_port_0_or_below_does_not_listen(place: Place) -> None:
         ("", hixl.PARAM_INVALID),
     ],
 )
-def test_names_that_cannot_be(engine: hixl.Hixl, name: str, status: int) -> None:
+def test_invalid_names_are_refused(engine: hixl.Hixl, name: str, status: int) -> None:
     assert engine.connect(name) == status
     assert engine.connect_async(name) == status
     assert engine.disconnect(name) == status
@@ -135,7 +135,7 @@ def test_names_that_cannot_be(engine: hixl.Hixl, name: str, status: int) -> None
     assert engine.get_async_connect_status(name) == (status, NOT_CONNECT)
 
 
-def test_nobody_listens(engine: hixl.Hixl) -> None:
+def test_connecting_without_a_listener_fails(engine: hixl.Hixl) -> None:
     assert engine.connect(free_name(), LONG_MS) == hixl.FAILED
 
 
@@ -149,7 +149,7 @@ def test_a_peer_that_does_not_answer_is_a_timeout(engine: hixl.Hixl, peer: Peer)
 def test_a_disconnect_that_the_peer_does_not_confirm_ends_the_connection_here(
     engine: hixl.Hixl, memory: Memory, make_peer: MakePeer
 ) -> None:
-    """It is not known any more, by a second call either; the other peer's connection stays."""
+    """A second call does not know the peer either. The connection of the other peer stays."""
     peer, other = make_peer(), make_peer()
     for item in (peer, other):
         assert engine.connect(item.name, LONG_MS) == hixl.SUCCESS
@@ -164,14 +164,14 @@ def test_a_disconnect_that_the_peer_does_not_confirm_ends_the_connection_here(
     assert engine.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == hixl.SUCCESS
 
 
-def test_its_own_name_is_refused(make_engine: MakeEngine) -> None:
+def test_an_engine_cannot_connect_with_itself(make_engine: MakeEngine) -> None:
     name = free_name()
     engine = make_engine(name)
     assert engine.connect(name) == hixl.PARAM_INVALID
     assert engine.connect(name.replace("127.0.0.1", "localhost")) == hixl.PARAM_INVALID
 
 
-def test_a_port_that_is_taken(make_engine: MakeEngine) -> None:
+def test_an_occupied_port_is_refused(make_engine: MakeEngine) -> None:
     name = free_name()
     make_engine(name)
     assert hixl.Hixl().initialize(name) == hixl.FAILED
@@ -215,7 +215,9 @@ class TestInTheBackground:
                 return seen
         raise AssertionError
 
-    def test_it_comes_and_goes(self, engine: hixl.Hixl, memory: Memory, peer: Peer) -> None:
+    def test_a_connection_is_made_and_ended(
+        self, engine: hixl.Hixl, memory: Memory, peer: Peer
+    ) -> None:
         assert engine.get_async_connect_status(peer.name) == (hixl.SUCCESS, NOT_CONNECT)
         assert engine.get_all_async_connect_status() == (hixl.SUCCESS, {})
         assert engine.connect_async(peer.name, LONG_MS) == hixl.SUCCESS
@@ -231,13 +233,13 @@ class TestInTheBackground:
         assert engine.get_all_async_connect_status() == (hixl.SUCCESS, {})
         assert engine.transfer_sync(peer.name, hixl.READ, moved) == hixl.NOT_CONNECTED
 
-    def test_what_fails(self, engine: hixl.Hixl) -> None:
+    def test_failures_are_states(self, engine: hixl.Hixl) -> None:
         name = free_name()
         assert engine.connect_async(name, LONG_MS) == hixl.SUCCESS
         self.until(engine, name, AsyncConnectStatus.CONNECT_FAILED)
         assert engine.connect_async(name, 0) == hixl.PARAM_INVALID
 
-    def test_to_connect_again_is_no_failure(self, connected: hixl.Hixl, peer: Peer) -> None:
+    def test_connecting_again_succeeds(self, connected: hixl.Hixl, peer: Peer) -> None:
         assert connected.connect_async(peer.name, LONG_MS) == hixl.SUCCESS
         ends = CONNECTED, AsyncConnectStatus.CONNECT_FAILED
         state = next(item for item in self.states(connected, peer.name) if item in ends)
@@ -252,7 +254,7 @@ class TestInTheBackground:
         self.until(engine, peer.name, CONNECTED)
         assert engine.connect(peer.name) == hixl.ALREADY_CONNECTED
 
-    def test_so_many_may_wait(self, make_engine: MakeEngine, make_peer: MakePeer) -> None:
+    def test_waiting_tasks_are_bounded(self, make_engine: MakeEngine, make_peer: MakePeer) -> None:
         config = '{"connect_pool.thread_num": "1", "connect_pool.task_queue_capacity": "2"}'
         engine = make_engine(**{hixl.OPTION_GLOBAL_RESOURCE_CONFIG: config})
         first, other = make_peer(), make_peer()
@@ -267,7 +269,7 @@ class TestInTheBackground:
         self.until(engine, first.name, CONNECTED)
         self.until(engine, other.name, NOT_CONNECT)
 
-    def test_finalize_ends_them(self, place: Place, peer: Peer) -> None:
+    def test_finalize_ends_tasks(self, place: Place, peer: Peer) -> None:
         engine = hixl.Hixl()
         assert engine.initialize("127.0.0.1", place.options) == hixl.SUCCESS
         peer.stop()
@@ -280,7 +282,7 @@ class TestInTheBackground:
 
 @pytest.mark.over_tcp
 class TestMessages:
-    def test_they_arrive_once_in_order(self, connected: hixl.Hixl, peer: Peer) -> None:
+    def test_messages_arrive_once_in_order(self, connected: hixl.Hixl, peer: Peer) -> None:
         sent = [("", ""), ("name", "message"), ("é" * 512, "x" * 1024)]
         for name, text in sent:
             message = hixl.NotifyDesc(name, text)
@@ -292,7 +294,7 @@ class TestMessages:
         assert peer.run(take) == (hixl.SUCCESS, sent)
         assert peer.run(take) == (hixl.SUCCESS, [])
 
-    def test_what_is_refused(self, connected: hixl.Hixl, peer: Peer) -> None:
+    def test_invalid_messages_are_refused(self, connected: hixl.Hixl, peer: Peer) -> None:
         long = hixl.NotifyDesc("é" * 513, "")
         assert connected.send_notify(peer.name, long) == hixl.PARAM_INVALID
         assert connected.send_notify(peer.name, hixl.NotifyDesc("", "x" * 1025)) == 103900
@@ -300,7 +302,7 @@ class TestMessages:
         assert connected.send_notify(peer.name, message, 0) == hixl.PARAM_INVALID
         assert connected.send_notify(free_name(), message) == hixl.NOT_CONNECTED
 
-    def test_at_most_4096_wait(self, connected: hixl.Hixl, peer: Peer) -> None:
+    def test_at_most_4096_messages_wait(self, connected: hixl.Hixl, peer: Peer) -> None:
         message = hixl.NotifyDesc("a", "b")
         for _ in range(4096):
             assert connected.send_notify(peer.name, message, LONG_MS) == hixl.SUCCESS
@@ -309,8 +311,10 @@ class TestMessages:
         assert connected.send_notify(peer.name, message, LONG_MS) == hixl.SUCCESS
 
 
-def test_what_the_peer_connects_is_not_this_ends(make_engine: MakeEngine, place: Place) -> None:
-    """A connection that has ended does not come back when the peer connects with this end."""
+def test_a_connection_made_by_the_peer_is_not_this_ends(
+    make_engine: MakeEngine, place: Place
+) -> None:
+    """A connection that has ended does not return when the peer connects with this end."""
     names = [free_name(), free_name()]
     owner, user = (make_engine(name) for name in names)
     theirs, mine = registered(owner, place), registered(user, place)
@@ -328,7 +332,7 @@ def test_what_the_peer_connects_is_not_this_ends(make_engine: MakeEngine, place:
 
 
 def test_connecting_while_the_peer_disconnects(make_engine: MakeEngine) -> None:
-    """Whatever the order: who was told of a success has a connection."""
+    """In any order, an engine whose call has succeeded has a connection."""
     names = [free_name(), free_name()]
     owner, user = (make_engine(name) for name in names)
     message = hixl.NotifyDesc("a", "b")
@@ -342,15 +346,15 @@ def test_connecting_while_the_peer_disconnects(make_engine: MakeEngine) -> None:
         connected = user.connect(names[0], LONG_MS)
         thread.join()
         assert (connected, ended) == (hixl.SUCCESS, [hixl.SUCCESS])
-        # The peer may not have known it in time: then it has ended for both, and is made again.
+        # If the peer did not know it in time, the link has ended for both, and is made again.
         if user.send_notify(names[0], message, LONG_MS) == hixl.NOT_CONNECTED:
             assert user.connect(names[0], LONG_MS) == hixl.SUCCESS
         assert user.disconnect(names[0], LONG_MS) == hixl.SUCCESS
         owner.get_notifies()
 
 
-def test_the_time_of_a_call_counts_while_another_one_is_at_its_engine(engine: hixl.Hixl) -> None:
-    """The first waits for an answer that does not come, for longer than a test may take."""
+def test_a_call_times_out_while_another_one_uses_the_engine(engine: hixl.Hixl) -> None:
+    """The first call waits for an answer that does not come within the time of a test."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         name = f"127.0.0.1:{silent.getsockname()[1]}"
         first = threading.Thread(target=engine.connect, args=(name, 2**31 - 1))
@@ -368,10 +372,10 @@ def test_the_time_of_a_call_counts_while_another_one_is_at_its_engine(engine: hi
         held[0].close()
 
 
-def test_a_link_that_the_peer_has_made_in_its_place_is_not_this_ends(
+def test_a_link_made_by_a_restarted_peer_is_not_this_ends(
     make_engine: MakeEngine, place: Place
 ) -> None:
-    """The peer has begun again, under its name, and connected."""
+    """The peer has started again under its name, and connected."""
     names = free_name(), free_name()
     engine, before = make_engine(names[0]), make_engine(names[1])
     ours, theirs = (registered(value, place) for value in (engine, before))
@@ -409,13 +413,13 @@ def test_disconnecting_from_a_peer_that_reads_no_messages(make_engine: MakeEngin
 
 
 def test_both_disconnect_while_one_of_them_moves_bytes(make_engine: MakeEngine) -> None:
-    """Each leaves the link to the other one: the last of them ends it."""
+    """Each leaves the link to the other engine, and the last one ends it."""
     names = free_name(), free_name()
     one, other = (make_engine(name) for name in names)
     assert one.connect(names[1], LONG_MS) == hixl.SUCCESS
     assert other.connect(names[0], LONG_MS) == hixl.SUCCESS
     (link,) = one.datadist._running().links.peers.values()
-    transfer = threading.Event()  # anything that can be referred to weakly
+    transfer = threading.Event()  # anything with weak references
     link.begin(transfer)  # type: ignore[arg-type]
     ended: list[int] = []
     thread = threading.Thread(target=lambda: ended.append(one.disconnect(names[1], LONG_MS)))

@@ -1,4 +1,4 @@
-"""Engines on simulated devices: which one is used, and what moves between the kinds of memory."""
+"""Engines on simulated devices: the chosen device, and transfers between kinds of memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.hixl.peer import Peer
 from tests.hixl.places import MIB, Place, free_name, pattern, registered
 
 LONG_MS = 30_000
-# One place, of the two ends on two devices.
+# One place, because the two ends are on two devices.
 pytestmark = pytest.mark.usefixtures("simulator")
 
 
@@ -27,7 +27,7 @@ def place(simulator: object) -> Place:
 
 @pytest.fixture
 def set_device() -> Iterator[int]:
-    """What a program has set before it initializes an engine."""
+    """A function that sets the device, as a program does before it initializes an engine."""
     library = ctypes.CDLL(AclLibrary.load().path)
     library.aclInit(None)
     assert library.aclrtSetDevice(5) == 0
@@ -35,7 +35,7 @@ def set_device() -> Iterator[int]:
     assert library.aclrtResetDevice(5) == 0
 
 
-def test_it_is_the_device_that_the_thread_has_set(set_device: int) -> None:
+def test_an_engine_uses_the_device_of_its_thread(set_device: int) -> None:
     engine = hixl.Hixl()
     assert engine.initialize("127.0.0.1") == hixl.SUCCESS
     device = engine.datadist.device
@@ -49,8 +49,8 @@ def test_it_is_the_device_that_the_thread_has_set(set_device: int) -> None:
     engine.finalize()
 
 
-def test_host_memory_too(engine: hixl.Hixl, peer: Peer, place: Place) -> None:
-    """Memory of the device there is read into memory of the host here, and written from it."""
+def test_host_memory_moves_to_and_from_devices(engine: hixl.Hixl, peer: Peer, place: Place) -> None:
+    """Memory of the peer's device is read into host memory here, and written from it."""
     array = Place("host", 2).zeros()[0]
     status, handle = engine.register_mem(
         hixl.MemDesc(array.ctypes.data, array.nbytes), hixl.MEM_HOST
@@ -70,8 +70,8 @@ def test_host_memory_too(engine: hixl.Hixl, peer: Peer, place: Place) -> None:
     assert engine.deregister_mem(handle) == hixl.SUCCESS
 
 
-def test_memory_that_is_registered_later(engine: hixl.Hixl, peer: Peer, place: Place) -> None:
-    """When the two are connected: at both ends."""
+def test_memory_registered_later_is_moved(engine: hixl.Hixl, peer: Peer, place: Place) -> None:
+    """Memory may be registered at both ends while they are connected."""
     assert engine.connect(peer.name, LONG_MS) == hixl.SUCCESS
     mine = registered(engine, place)
     address = peer.run(
@@ -87,7 +87,7 @@ def test_memory_that_is_registered_later(engine: hixl.Hixl, peer: Peer, place: P
     np.testing.assert_array_equal(mine.array, pattern(seed=3))
 
 
-def test_memory_that_is_not_where_it_is_said_to_be(engine: hixl.Hixl, place: Place) -> None:
+def test_memory_of_the_wrong_type_is_refused(engine: hixl.Hixl, place: Place) -> None:
     host, device = Place("host", 2).zeros()[0], place.zeros()[1]
     wrong = [(host.ctypes.data, hixl.MEM_DEVICE), (device, hixl.MEM_HOST)]
     for address, kind in wrong:

@@ -1,4 +1,4 @@
-"""Peers that die or stop, memory that goes, engines that end: what is returned is what happened."""
+"""Peers that die or stop, memory that goes, engines that end: statuses agree with the events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ops = pytest.mark.parametrize("op", [hixl.READ, hixl.WRITE])
 
 
 def free_pages(address: int, nbytes: int) -> None:
-    """Nothing is there any more. The addresses stay taken: else a thread's stack may come there."""
+    """Unmap the pages. The addresses stay reserved, or a thread's stack might be mapped there."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     assert libc.mprotect(address, nbytes, 0) == 0
@@ -43,7 +43,7 @@ FREE = """
 
 
 def blocks(memory: Memory, peer: Peer, count: int = 8) -> list[TransferOpDesc]:
-    """Of which none can be merged with another."""
+    """Return ranges of which no two can be merged."""
     order = range(count)
     return [
         TransferOpDesc(memory.address + i * BLOCK, peer.address + (count - 1 - i) * BLOCK, BLOCK)
@@ -129,7 +129,7 @@ class TestKilled:
     def test_during_requests(
         self, connected: hixl.Hixl, memory: Memory, peer: Peer, op: TransferOp
     ) -> None:
-        peer.stop()  # so that none of them ends
+        peer.stop()  # so that no request ends
         status, request = connected.transfer_async(peer.name, op, blocks(memory, peer))
         assert status == hixl.SUCCESS
         assert connected.get_transfer_status(request) == (hixl.SUCCESS, TransferStatus.WAITING)
@@ -140,7 +140,7 @@ class TestKilled:
         assert ended(connected, request) == (hixl.NOT_CONNECTED, TransferStatus.FAILED)
         assert connected.get_transfer_status(request)[0] == hixl.PARAM_INVALID
 
-    def test_while_it_is_connected(self, engine: hixl.Hixl, peer: Peer) -> None:
+    def test_the_peer_is_killed_while_connecting(self, engine: hixl.Hixl, peer: Peer) -> None:
         peer.stop()
         call, found = in_thread(lambda: engine.connect(peer.name, LONG_MS))
         while not engine.datadist.links():
@@ -150,7 +150,7 @@ class TestKilled:
         assert found == [hixl.FAILED]
 
     @pytest.mark.over_tcp
-    def test_while_it_is_disconnected(self, connected: hixl.Hixl, peer: Peer) -> None:
+    def test_the_peer_is_killed_while_disconnecting(self, connected: hixl.Hixl, peer: Peer) -> None:
         peer.stop()
         call, found = in_thread(lambda: connected.disconnect(peer.name, LONG_MS))
         while any(link.state is LinkState.LINKED for link in connected.datadist.links()):
@@ -161,7 +161,7 @@ class TestKilled:
         assert connected.disconnect(peer.name, LONG_MS) == hixl.NOT_CONNECTED
 
     @pytest.mark.over_tcp(only=True)
-    def test_while_it_is_sent_a_message(self, connected: hixl.Hixl, peer: Peer) -> None:
+    def test_the_peer_is_killed_during_a_message(self, connected: hixl.Hixl, peer: Peer) -> None:
         peer.stop()
         message = hixl.NotifyDesc("a", "b")
         call, found = in_thread(lambda: connected.send_notify(peer.name, message, LONG_MS))
@@ -171,7 +171,7 @@ class TestKilled:
         call.join()
         assert found == [hixl.NOT_CONNECTED]
 
-    def test_one_of_its_name_comes_again(
+    def test_a_peer_of_the_same_name_can_be_connected(
         self, engine: hixl.Hixl, memory: Memory, peer: Peer, make_peer: MakePeer
     ) -> None:
         assert engine.connect(peer.name, LONG_MS) == hixl.SUCCESS
@@ -194,7 +194,7 @@ class TestKilled:
         assert engine.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == hixl.SUCCESS
         np.testing.assert_array_equal(memory.array, pattern(seed=3))
 
-    def test_with_auto_connect_it_is_connected_again(
+    def test_auto_connect_connects_with_a_new_peer(
         self, make_engine: MakeEngine, place: Place, make_peer: MakePeer
     ) -> None:
         engine = make_engine(AutoConnect="1")
@@ -219,7 +219,7 @@ class TestKilled:
 
 @pytest.mark.over_tcp(only=True)
 @ops
-def test_a_peer_that_stops_is_a_timeout_and_nothing_moves_after_it(
+def test_a_stopped_peer_is_a_timeout_and_moves_no_later_byte(
     connected: hixl.Hixl, memory: Memory, peer: Peer, op: TransferOp
 ) -> None:
     moved = blocks(memory, peer)
@@ -235,7 +235,7 @@ def test_a_peer_that_stops_is_a_timeout_and_nothing_moves_after_it(
 
 
 @pytest.mark.over_tcp
-class TestMemoryThatGoes:
+class TestRemovedMemory:
     @ops
     def test_deregistered_there_and_registered_again(
         self, connected: hixl.Hixl, memory: Memory, peer: Peer, op: TransferOp
@@ -253,20 +253,20 @@ class TestMemoryThatGoes:
         )
         assert connected.transfer_sync(peer.name, op, moved, LONG_MS) == hixl.SUCCESS
 
-    @pytest.mark.parametrize("there", [True, False])
+    @pytest.mark.parametrize("at_peer", [True, False])
     @ops
-    def test_freed_without_a_word(
+    def test_memory_freed_without_deregistering(
         self,
         connected: hixl.Hixl,
         memory: Memory,
         peer: Peer,
-        there: bool,
+        at_peer: bool,
         op: TransferOp,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         moved = blocks(memory, peer)
         assert connected.transfer_sync(peer.name, op, moved, LONG_MS) == hixl.SUCCESS
-        if there:
+        if at_peer:
             peer.run(FREE)
         else:
             free_pages(memory.address, MIB)
@@ -292,9 +292,9 @@ class TestMemoryThatGoes:
         peer.run("assert engine.deregister_mem(memory.handle) == hixl.SUCCESS")
         gate.open()
         call.join()
-        assert found == [hixl.PARAM_INVALID]  # it was asked again: there is no such memory
+        assert found == [hixl.PARAM_INVALID]  # the peer was asked again, and has no such memory
 
-    def test_a_call_in_another_thread_is_stopped_and_waited_for(
+    def test_deregistering_waits_for_a_call_in_another_thread(
         self, gated: hixl.Hixl, place: Place, peer: Peer, gate: Gate
     ) -> None:
         memory = registered(gated, place)
@@ -312,7 +312,8 @@ class TestMemoryThatGoes:
         memory.array[:] = 7
         call.join()
         assert found == [hixl.SUCCESS]
-        assert status in ([hixl.FAILED], [hixl.SUCCESS])  # it may have been whole before
+        # the transfer may have been complete before
+        assert status in ([hixl.FAILED], [hixl.SUCCESS])
         assert (memory.array == 7).all()
 
     def test_disconnecting_waits_for_a_call_in_another_thread_if_the_peer_keeps_the_link(
@@ -324,7 +325,7 @@ class TestMemoryThatGoes:
         moved = blocks(memory, peer)
         call, status = in_thread(lambda: gated.transfer_sync(peer.name, hixl.READ, moved, LONG_MS))
         gate.wait()
-        assert gated.disconnect(peer.name, 100) == hixl.TIMEOUT  # it is still connected
+        assert gated.disconnect(peer.name, 100) == hixl.TIMEOUT  # the peer is still connected
         ending, found = in_thread(lambda: gated.disconnect(peer.name, LONG_MS))
         gate.open()
         ending.join()
@@ -337,8 +338,8 @@ class TestMemoryThatGoes:
 
 
 @pytest.mark.over_tcp(only=True)
-class TestRequestsThatAreStopped:
-    """The peer has stopped, so none ends by itself."""
+class TestStoppedRequests:
+    """The peer is stopped, so no request ends by itself."""
 
     @pytest.fixture
     def request_of(self, connected: hixl.Hixl, memory: Memory, peer: Peer) -> int:
@@ -350,7 +351,7 @@ class TestRequestsThatAreStopped:
 
     @pytest.fixture
     def unchanged(self, memory: Memory, peer: Peer) -> Callable[[], None]:
-        """From when it is given on, whatever the peer does, no byte is written."""
+        """A check that no byte was written since the call, whatever the peer did."""
 
         def check() -> None:
             before = memory.array.copy()
@@ -360,10 +361,10 @@ class TestRequestsThatAreStopped:
 
         return check
 
-    def test_one_that_waits_does_not_count_among_those_that_have_ended(
+    def test_a_waiting_request_is_not_among_the_ended_ones(
         self, request_of: int, connected: hixl.Hixl, memory: Memory, make_peer: MakePeer
     ) -> None:
-        """It is the oldest, and the only one that is asked for; with another peer, one ends."""
+        """The oldest request, the only one that is asked for, waits; one with another peer ends."""
         other = make_peer()
         assert connected.connect(other.name, LONG_MS) == hixl.SUCCESS
         _, request = connected.transfer_async(other.name, hixl.WRITE, blocks(memory, other))
@@ -374,14 +375,14 @@ class TestRequestsThatAreStopped:
         (oldest,) = connected.get_all_transfer_status(hixl.GetTransferStatusArgs(1))[1]
         assert (oldest.req, oldest.status) == (request_of, TransferStatus.WAITING)
 
-    def test_by_finalize(
+    def test_finalize_stops_requests(
         self, connected: hixl.Hixl, request_of: int, unchanged: Callable[[], None]
     ) -> None:
         connected.finalize()
         unchanged()
         assert connected.get_transfer_status(request_of) == (hixl.FAILED, TransferStatus.FAILED)
 
-    def test_by_disconnect(
+    def test_disconnect_stops_requests(
         self,
         connected: hixl.Hixl,
         memory: Memory,
@@ -397,7 +398,7 @@ class TestRequestsThatAreStopped:
         assert connected.connect(peer.name, LONG_MS) == hixl.SUCCESS
         assert connected.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == hixl.SUCCESS
 
-    def test_by_deregistering_here(
+    def test_deregistering_here_stops_requests(
         self,
         connected: hixl.Hixl,
         memory: Memory,
@@ -433,7 +434,7 @@ def test_in_a_forked_child_calls_fail(connected: hixl.Hixl, memory: Memory, peer
 
 
 class SlowToConnect:
-    """Connections of an engine that takes all of the time of a call to connect."""
+    """Connections of an engine that uses all of the time of a call to connect."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
@@ -451,7 +452,7 @@ class SlowToConnect:
 
 
 @pytest.mark.over_tcp(only=True)
-def test_the_time_to_connect_is_of_the_transfers_time(
+def test_the_time_to_connect_counts_for_the_transfer(
     make_engine: MakeEngine, place: Place, peer: Peer
 ) -> None:
     engine = make_engine(AutoConnect="1")

@@ -1,4 +1,4 @@
-"""Calls of several threads at once, and memory that is registered anew between calls."""
+"""Calls of several threads at once, and memory that is registered again between calls."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_deregistering_while_others_transfer(
 
 
 @pytest.mark.usefixtures("switching_often")
-def test_what_is_submitted_while_its_memory_is_deregistered_has_stopped_then(
+def test_requests_have_stopped_when_their_memory_is_deregistered(
     connected: hixl.Hixl, peer: Peer, place: Place
 ) -> None:
     stop = threading.Event()
@@ -83,7 +83,7 @@ def test_what_is_submitted_while_its_memory_is_deregistered_has_stopped_then(
             assert status == hixl.SUCCESS
             assert connected.deregister_mem(handle) == hixl.SUCCESS
             array[:] = 7
-            assert (array == 7).all()  # nothing writes to it any more
+            assert (array == 7).all()  # no thread writes there any more
     finally:
         stop.set()
         for thread in threads:
@@ -129,7 +129,7 @@ def test_no_byte_moves_after_a_disconnect_from_a_peer_that_keeps_the_link(
             early = engine.disconnect(peer.name, 50)
             ending = threads.submit(engine.disconnect, peer.name, LONG_MS)
             goes_on.set()
-            assert early == hixl.TIMEOUT  # it is still connected
+            assert early == hixl.TIMEOUT  # the peer is still connected
             assert ending.result() == hixl.SUCCESS
             memory.array[:] = 7
             moving.result()
@@ -141,7 +141,7 @@ def test_no_byte_moves_after_a_disconnect_from_a_peer_that_keeps_the_link(
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("used_before", [False, True])
 @pytest.mark.parametrize("op", [hixl.READ, hixl.WRITE])
-def test_memory_that_the_peer_has_registered_anew(
+def test_memory_that_the_peer_has_registered_again_is_moved(
     connected: hixl.Hixl,
     memory: Memory,
     peer: Peer,
@@ -150,7 +150,7 @@ def test_memory_that_the_peer_has_registered_anew(
     used_before: bool,
     asynchronous: bool,
 ) -> None:
-    """By another registration, of which the engine was not told when it looked for the range."""
+    """A new registration covers the range, which the engine knew by an earlier one."""
     if asynchronous and place.name == "tcp":
         pytest.skip("docs/how-to/hixl.md: such a request may be FAILED: the peer is not asked")
     more = peer.run(
@@ -162,7 +162,7 @@ def test_memory_that_the_peer_has_registered_anew(
     first = more if used_before else peer.address
     one = [TransferOpDesc(memory.address, first, BLOCK)]
     assert connected.transfer_sync(peer.name, op, one, LONG_MS) == hixl.SUCCESS
-    if not used_before:  # known, as the peer was asked, but never reached
+    if not used_before:  # known from the peer's answer, but never reached
         nothing = [TransferOpDesc(memory.address, 4096, BLOCK)]
         assert connected.transfer_sync(peer.name, op, nothing, LONG_MS) == hixl.PARAM_INVALID
     peer.run(

@@ -1,4 +1,4 @@
-"""Memory is registered as long as its handle is known, whatever interrupts a call."""
+"""Registrations last as long as their handles are known, also if calls are interrupted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.interrupts import Interrupts
 
 
 def interrupted_registering() -> int:
-    """Interrupt `register_mem` at each place; what is registered then, the next call returns."""
+    """Interrupt `register_mem` at each place; the next call returns the registered handles."""
     engine, memory = hixl.Hixl(), np.zeros(4096, np.uint8)
     desc = hixl.MemDesc(memory.ctypes.data, 4096)
     assert engine.initialize("127.0.0.1") == hixl.SUCCESS
@@ -29,7 +29,7 @@ def interrupted_registering() -> int:
 
 
 def interrupted_deregistering() -> int:
-    """Interrupt `deregister_mem` at each place; after the next call nothing is registered."""
+    """Interrupt `deregister_mem` at each place; after the next call no registration is left."""
     engine, memory = hixl.Hixl(), np.zeros(4096, np.uint8)
     desc = hixl.MemDesc(memory.ctypes.data, 4096)
     assert engine.initialize("127.0.0.1") == hixl.SUCCESS
@@ -64,7 +64,7 @@ def test_each_of_two_threads_that_deregister_memory_waits_for_its_transfers(
     while gated.datadist.caches():
         pass
     second, found = in_thread(lambda: gated.deregister_mem(memory.handle))
-    for _ in range(20):  # meanwhile, memory can be registered
+    for _ in range(20):  # memory can be registered meanwhile
         other = registered(gated, place)
         assert gated.deregister_mem(other.handle) == hixl.SUCCESS
     is_early = found != []

@@ -61,7 +61,7 @@ def test_constants() -> None:
     assert {name: getattr(hixl, name) for name in NUMBERS} == NUMBERS
 
 
-def test_enums_and_which_are_exported() -> None:
+def test_enums_and_exported_names() -> None:
     exported: set[str] = set()
     for name, members in ENUMS.items():
         kind = getattr(hixl, name)
@@ -72,7 +72,7 @@ def test_enums_and_which_are_exported() -> None:
         assert [str(item) for item in kind] == [f"{name}.{word}" for word in members.split()]
         assert [f"{item}" for item in kind] == [str(item) for item in kind]
     assert not hasattr(hixl, "WAITING")
-    assert (hixl.TIMEOUT, hixl.FAILED) == (103901, 503900)  # not those of TransferStatus
+    assert (hixl.TIMEOUT, hixl.FAILED) == (103901, 503900)  # unlike those of TransferStatus
     assert set(hixl.__all__) == exported | set(ENUMS) | set(NUMBERS) | VALUES
 
 
@@ -118,7 +118,7 @@ def test_values_can_be_set_and_are_checked() -> None:
 
 
 def test_numbers_that_cannot_be_printed_are_type_errors_too() -> None:
-    huge = 10**5000  # str() of it raises ValueError
+    huge = 10**5000  # str() of the number raises ValueError
     for make in (
         lambda: hixl.MemDesc(huge, 1),
         lambda: hixl.TransferOpDesc(1, -huge, 1),
@@ -136,7 +136,7 @@ def test_capabilities() -> None:
 
 
 NAME = "127.0.0.1:9"
-ONE = [hixl.TransferOpDesc(1, 2, 3)]
+ONE_DESCRIPTOR = [hixl.TransferOpDesc(1, 2, 3)]
 NOTIFY = hixl.NotifyDesc("a", "b")
 STATES = hixl.AsyncConnectStatus
 CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
@@ -148,8 +148,8 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "disconnect_async": ((NAME,), hixl.FAILED),
     "get_async_connect_status": ((NAME,), (hixl.FAILED, STATES.NOT_CONNECT)),
     "get_all_async_connect_status": ((), (hixl.FAILED, {})),
-    "transfer_sync": ((NAME, hixl.READ, ONE, 10), hixl.FAILED),
-    "transfer_async": ((NAME, hixl.WRITE, ONE), (hixl.FAILED, 0)),
+    "transfer_sync": ((NAME, hixl.READ, ONE_DESCRIPTOR, 10), hixl.FAILED),
+    "transfer_async": ((NAME, hixl.WRITE, ONE_DESCRIPTOR), (hixl.FAILED, 0)),
     "get_transfer_status": ((1,), (hixl.FAILED, hixl.TransferStatus.FAILED)),
     "get_all_transfer_status": ((hixl.GetTransferStatusArgs(),), (hixl.FAILED, [])),
     "send_notify": ((NAME, NOTIFY, 10), hixl.FAILED),
@@ -162,7 +162,7 @@ def test_calls_of_an_engine_that_is_not_initialized(engine: hixl.Hixl, name: str
     arguments, expected = CALLS[name]
     assert getattr(hixl.Hixl(), name)(*arguments) == expected
     engine.finalize()
-    engine.finalize()  # a second time: nothing
+    engine.finalize()  # the second call changes nothing
     assert getattr(engine, name)(*arguments) == expected
 
 
@@ -174,16 +174,17 @@ def test_arguments_of_other_types_raise_type_error(engine: hixl.Hixl) -> None:
             for value in (engine, hixl.Hixl()):
                 with pytest.raises(TypeError):
                     getattr(value, name)(*wrong)
-    assert engine.connect(free_name(), np.int64(500)) == hixl.FAILED  # NumPy's numbers are numbers
+    # numbers of NumPy are numbers, too
+    assert engine.connect(free_name(), np.int64(500)) == hixl.FAILED
     assert engine.deregister_mem(np.uint64(9)) == hixl.SUCCESS
     for options in ({"a": 1}, {1: "a"}, []):
         with pytest.raises(TypeError):
             hixl.Hixl().initialize("127.0.0.1", options)  # type: ignore[arg-type]
-    for descs in (None, [None], {}, ONE[0]):
+    for descs in (None, [None], {}, ONE_DESCRIPTOR[0]):
         with pytest.raises(TypeError, match="op_descs"):
             engine.transfer_sync(NAME, hixl.READ, descs)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
-        engine.transfer_sync(NAME, 0, ONE)  # type: ignore[arg-type]
+        engine.transfer_sync(NAME, 0, ONE_DESCRIPTOR)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -231,15 +232,15 @@ def test_resources_that_the_documents_refuse(
         engine.finalize()
 
 
-def test_a_file_of_resources_does_not_matter_where_they_are_given(engine: hixl.Hixl) -> None:
+def test_a_path_of_resources_is_ignored_if_they_are_given(engine: hixl.Hixl) -> None:
     engine.finalize()
     resources = '{"local_comm_res_path": "/nowhere/at.json"}'
     given = {"GlobalResourceConfig": resources, "LocalCommRes": '{"version": "1.3"}'}
     assert engine.initialize("127.0.0.1", given) == hixl.SUCCESS
 
 
-def test_initialize_again(memory: Memory, engine: hixl.Hixl) -> None:
-    """A second time is a success, and changes nothing; after `finalize` it begins anew."""
+def test_an_engine_can_be_initialized_again(memory: Memory, engine: hixl.Hixl) -> None:
+    """A second call succeeds and changes nothing; after `finalize`, an engine begins again."""
     assert engine.initialize("nonsense:::", {}) == hixl.SUCCESS
     assert engine.register_mem(hixl.MemDesc(memory.address, len(memory.array)), hixl.MEM_HOST) == (
         hixl.SUCCESS,
@@ -258,8 +259,9 @@ def test_memory_that_cannot_be_registered(
     for address, nbytes in ((0, 8), (memory.address, 0), (4096, 4096), (2**64 - 8, 16)):
         desc = hixl.MemDesc(address, nbytes)
         assert engine.register_mem(desc, hixl.MEM_HOST) == (hixl.PARAM_INVALID, 0)
-    there = hixl.MemDesc(memory.address, 8)
-    assert engine.register_mem(there, hixl.MEM_DEVICE) == (hixl.UNSUPPORTED, 0)  # no device here
+    device_address = hixl.MemDesc(memory.address, 8)
+    # this host has no device
+    assert engine.register_mem(device_address, hixl.MEM_DEVICE) == (hixl.UNSUPPORTED, 0)
     assert "KVPLAN_MEM_DEVICE=host" in caplog.text
     assert engine.deregister_mem(0) == hixl.PARAM_INVALID
     assert engine.deregister_mem(4711) == hixl.SUCCESS
@@ -277,7 +279,7 @@ result = status, array.ctypes.data
 
 
 def test_device_memory_of_a_host_without_devices(make_engine: MakeEngine, peer: Peer) -> None:
-    """By the option here, and by the environment variable there."""
+    """This engine sets the option, and the peer the environment variable."""
     engine = make_engine(**{"kvplan.mem_device": "host"})
     own = registered(engine, Place("host", 2))
     array, address = Place("host", 2).zeros(4096)
@@ -309,7 +311,7 @@ def test_the_option_comes_before_the_environment(
 
 
 def test_memory_that_is_only_local(engine: hixl.Hixl, peer: Peer) -> None:
-    """Transfers of its own engine use it, and those of remote engines do not."""
+    """Transfers of its own engine use local-only memory, and those of remote engines do not."""
     register = """
     array = np.frombuffer(mmap.mmap(-1, 4096), np.uint8)
     desc = hixl.MemDesc(array.ctypes.data, 4096, local_only=True)
@@ -328,14 +330,12 @@ def test_memory_that_is_only_local(engine: hixl.Hixl, peer: Peer) -> None:
     for op in hixl.TransferOp:
         refused = [hixl.TransferOpDesc(address, theirs, 64)]
         assert engine.transfer_sync(peer.name, op, refused, 10_000) == hixl.PARAM_INVALID
-    # Registered again for all, it is another registration.
+    # A registration for all is another one.
     peer.run("desc.local_only = False\nassert engine.register_mem(desc, hixl.MEM_HOST)[0] == 0")
     assert engine.transfer_sync(peer.name, hixl.READ, refused, 10_000) == hixl.SUCCESS
 
 
-def test_of_a_handle_that_is_not_registered_nothing_is_deregistered(
-    engine: hixl.Hixl, peer: Peer
-) -> None:
+def test_an_unknown_handle_deregisters_nothing(engine: hixl.Hixl, peer: Peer) -> None:
     place = Place("host", 2)
     first, second = (registered(engine, place) for _ in range(2))
     assert engine.connect(peer.name, LONG_MS) == hixl.SUCCESS
@@ -348,7 +348,7 @@ def test_of_a_handle_that_is_not_registered_nothing_is_deregistered(
 
 
 class Ended:
-    """A task that has, or has not."""
+    """A task that has ended, or has not."""
 
     settled = False
 
@@ -359,8 +359,8 @@ class Ended:
         return self.settled
 
 
-def test_so_many_requests_may_be_open(engine: hixl.Hixl, peer: Peer) -> None:
-    """One more moves nothing, until the end of another has been returned."""
+def test_open_requests_are_bounded(engine: hixl.Hixl, peer: Peer) -> None:
+    """A request beyond the limit moves no byte until the end of another one has been returned."""
     memory = registered(engine, Place("host", 2))
     peer.fill(5)
     assert engine.connect(peer.name, LONG_MS) == hixl.SUCCESS
@@ -370,7 +370,7 @@ def test_so_many_requests_may_be_open(engine: hixl.Hixl, peer: Peer) -> None:
     tasks = [Ended() for _ in range(MAX_REQUESTS)]
     numbers = [running.requests.add(Request(task, None, peer.name, "READ")) for task in tasks]
     for done in (False, True):
-        tasks[7].settled = done  # which is open until it is asked for
+        tasks[7].settled = done  # a task is open until its status is asked for
         refused = engine.transfer_async(peer.name, hixl.READ, moved)
         assert refused == (hixl.RESOURCE_EXHAUSTED, 0)
     np.testing.assert_array_equal(memory.array, before)
@@ -381,4 +381,4 @@ def test_so_many_requests_may_be_open(engine: hixl.Hixl, peer: Peer) -> None:
     while (ended := engine.get_transfer_status(request))[1] == TransferStatus.WAITING:
         pass
     assert ended == (hixl.SUCCESS, TransferStatus.COMPLETED)
-    running.requests = type(running.requests)()  # these are no tasks to be stopped
+    running.requests = type(running.requests)()  # these objects cannot be stopped as tasks

@@ -1,4 +1,4 @@
-"""Reading and writing ranges of another process's memory: what arrives, and what is refused."""
+"""Reading and writing ranges of another process's memory: arrivals, and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_blocks_are_read_and_written_in_any_order(
     assert peer.bytes() == expected.tobytes()
 
 
-def test_requests_end_once_each_and_have_what_their_caller_gave(
+def test_each_request_ends_once_and_keeps_its_callers_object(
     connected: hixl.Hixl, memory: Memory, peer: Peer
 ) -> None:
     peer.fill(3)
@@ -151,7 +151,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_refused_and_the_log_says_why(
+def test_invalid_transfers_are_refused_with_a_reason_in_the_log(
     connected: hixl.Hixl,
     memory: Memory,
     peer: Peer,
@@ -169,7 +169,7 @@ def test_what_cannot_be_is_refused_and_the_log_says_why(
     assert not memory.array.any()
 
 
-def test_the_plan_of_a_transfer_says_what_it_moves(
+def test_the_plan_of_a_transfer_has_its_ranges(
     connected: hixl.Hixl, memory: Memory, peer: Peer
 ) -> None:
     adjacent = descs(memory, peer, [(100, 0, 50), (150, 50, 50), (0, 500, 20)])
@@ -197,7 +197,7 @@ some_ranges = st.lists(st.tuples(offsets, offsets, st.integers(1, 500)), min_siz
 
 
 class TestProperty:
-    """Any ranges, against plain bytes."""
+    """A comparison of transfers of any ranges with plain bytes."""
 
     @pytest.fixture(scope="class", params=["host", "tcp"])
     @classmethod
@@ -271,7 +271,7 @@ def test_engines_of_one_process(make_engine: MakeEngine, place: Place) -> None:
 
 
 def test_memory_of_the_host(connected: hixl.Hixl, peer: Peer) -> None:
-    """Whatever its program has: an array, a bytearray, a mapped file."""
+    """Host memory may be an array, a bytearray, or a mapped file."""
     peer.fill(8)
     owner = bytearray(5000)
     view = np.frombuffer(owner, np.uint8)

@@ -1,7 +1,7 @@
-"""Every descriptor of a plan is in exactly one band of its picture, whose title says what it is.
+"""Every descriptor of a plan is in exactly one band of its picture, and the titles are true.
 
-Titles and places are compared with what the reference's oracles move, and with the plan's origins:
-neither shares arithmetic with the bands.
+Titles and places are compared with the moves of the oracles of the reference, and with the origins
+of the plan. Neither shares arithmetic with the bands.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, Coalesce, DataType, Plan, Rows, Transfer
+from kvplan import CacheDesc, Coalesce, DataType, KvCacheExtParam, Plan, Rows, Transfer
 from kvplan.inspection.bands import Bands, Places
 from kvplan.inspection.svg import layer_texts
 from kvplan.planning.contents import tokens_of
@@ -35,13 +35,54 @@ def ends(side: Places, band: int) -> Span:
 
 
 def rows_of(bands: Bands, band: int) -> Iterator[Span]:
-    """Which rows a band joins: those of equal rank, or all where one side has a single one."""
+    """Return the pairs of rows of a band: of equal rank, or all if a side has a single row."""
     src, dst = (range(low, high + 1) for low, high in map(ends, (bands.src, bands.dst), [band] * 2))
     if len(src) == len(dst):
         yield from zip(src, dst, strict=True)
     else:
         assert 1 in (len(src), len(dst))
         yield from ((a, b) for a in src for b in dst)
+
+
+def test_a_band_of_segments_of_several_heads_names_all_of_them() -> None:
+    """The axes have another order, so each head is a segment."""
+    src, dst = (
+        CacheDesc(2, shape, DataType.DT_FLOAT16, kv_tensor_format=axes)
+        for shape, axes in (
+            ((4, 8, 5, 3), "block dim token head"),
+            ((4, 3, 5, 8), "block head token dim"),
+        )
+    )
+    plan = kvplan.plan(Transfer(Rows(src, [1]), Rows(dst, [2])), local="dst")
+    assert len(plan.part.segments) == 3
+    assert Bands(plan.part).text(range(1)).split("; ")[1] == "heads 0..2"
+
+
+def test_each_layer_names_its_tensors_and_separate_keys_and_values() -> None:
+    inside, opaque = (
+        CacheDesc(6, shape, DataType.DT_FLOAT16, kv_tensor_format=axes)
+        for shape, axes in (((8, 2, 4, 2, 8), "block kv token head dim"), ((8, 64), None))
+    )
+    two, five = KvCacheExtParam(range(1, 2), range(1)), KvCacheExtParam(tensor_num_per_layer=5)
+    ten = CacheDesc(10, (8, 64), DataType.DT_FLOAT16)
+    assert [
+        layer_texts(kvplan.plan(Transfer(Rows(of, [1]), Rows(of, [2]), layers=layers)).part)[0]
+        for of, layers in ((FP16, two), (inside, two), (opaque, two), (ten, five))
+    ] == [
+        "layer 1 → 0: tensors 2 → 0 K, 3 → 1 V",
+        "layer 1 → 0: tensor 1 → 0",
+        "layer 1 → 0: tensors 2 → 0, 3 → 1",
+        "layer 0 → 0: tensors 0 → 0, 1 → 1, 2 → 2, 3 → 3, and 1 more",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("table", "label"),
+    [([3, 1, 2], "1–2, 0"), ([4, 2, 3, 1], "3, 1–2, 0"), ([3, 1, 4, 2], "1, 3, 0, …")],
+)
+def test_a_box_names_the_first_three_stretches_of_the_table(table: list[int], label: str) -> None:
+    plan = kvplan.plan(Transfer(Rows(FP16, table), Rows(FP16, table)), local="dst")
+    assert Bands(plan.part).label(0) == label
 
 
 @given(transfers(), st.sampled_from(Coalesce))
@@ -59,26 +100,24 @@ def test_bands_join_the_rows_that_the_reference_moves(example: Example, coalesce
 
 
 @given(transfers(), st.sampled_from(Coalesce))
-def test_bands_of_bytes_are_all_of_the_plan_once(example: Example, coalesce: Coalesce) -> None:
-    assert_is_all_of(example.plan(coalesce))
+def test_bands_of_bytes_cover_the_plan_once(example: Example, coalesce: Coalesce) -> None:
+    assert_covers(example.plan(coalesce))
 
 
 @given(unlike_transfers(), st.booleans())
-def test_bands_between_unlike_caches_are_all_of_the_plan_once(
-    transfer: Any, coalesce: bool
-) -> None:
-    assert_is_all_of(planned(transfer, coalesce))
+def test_bands_between_unlike_caches_cover_the_plan_once(transfer: Any, coalesce: bool) -> None:
+    assert_covers(planned(transfer, coalesce))
 
 
 def numbers(text: str, word: str) -> set[int]:
-    """The numbers that a title names after `word`, of texts without an ellipsis."""
+    """Return the numbers that a title names after `word`; the texts must have no ellipsis."""
     found = re.search(rf"{word}s? ([^;]*)", text)
     spans = [part.split("..") for part in found[1].split(", ")] if found else []
     return {number for span in spans for number in range(int(span[0]), int(span[-1]) + 1)}
 
 
-def assert_is_all_of(plan: Plan) -> None:
-    """Rows, contents and bytes in the titles of the bands are those of the plan's origins."""
+def assert_covers(plan: Plan) -> None:
+    """Check that rows, contents and bytes in all titles are those of the origins."""
     bands = Bands(plan.part)
     drawn: Counter[tuple[Span, Span]] = Counter()
     texts: dict[tuple[Span, Span], list[str]] = {}
@@ -109,7 +148,7 @@ def assert_is_all_of(plan: Plan) -> None:
 
 
 @given(unlike_transfers(), st.booleans())
-def test_a_band_begins_and_ends_at_its_tokens(transfer: Any, coalesce: bool) -> None:
+def test_a_band_has_the_bounds_of_its_tokens(transfer: Any, coalesce: bool) -> None:
     src, dst, _, _, src_token, dst_token, _ = transfer
     bands = Bands(planned(transfer, coalesce).part)
     for side, parts, cache, shift in (
@@ -122,15 +161,13 @@ def test_a_band_begins_and_ends_at_its_tokens(transfer: Any, coalesce: bool) -> 
             said = re.search(r"; tokens? ([^;]*)", bands.text(range(band, band + 1)))
             assert said is not None
             if "," in said[1]:
-                continue  # out of order
+                continue  # not in order
             first, last = (int(said[1].split("..")[number]) + shift for number in (0, -1))
             assert (side.begin[band], side.end[band]) == (first % size, last % size + 1)
 
 
 @given(transfers(), st.sampled_from(Coalesce))
-def test_a_band_of_bytes_begins_and_ends_where_they_do(
-    example: Example, coalesce: Coalesce
-) -> None:
+def test_a_band_of_bytes_has_the_bounds_of_its_bytes(example: Example, coalesce: Coalesce) -> None:
     bands = Bands(example.plan(coalesce).part)
     for name, stride, parts in zip(
         ("src", "dst"), (example.src.stride, example.dst.stride), bands.parts, strict=True
@@ -147,23 +184,23 @@ def test_a_band_of_bytes_begins_and_ends_where_they_do(
 
 
 @given(unlike_transfers(), st.booleans())
-def test_a_band_says_keys_or_values_as_the_origins_do(transfer: Any, coalesce: bool) -> None:
+def test_a_band_names_keys_or_values_like_the_origins(transfer: Any, coalesce: bool) -> None:
     plan = planned(transfer, coalesce)
     bands = Bands(plan.part)
     said = "".join(bands.text(range(band, band + 1)) + ";" for band in range(len(bands)))
     found = {letter for match in re.findall(r"; ([KV+]+);", said) for letter in match.split("+")}
     if "kv" in plan.part.split or plan.part.tensors_per_layer == 2:
-        assert not found  # the slider's text says which
+        assert not found  # the text of the slider names the kind
     else:
         known = {plan.origin(number).kv for number in range(plan.part.segments.num_runs)} - {""}
         assert found == {letter for item in known for letter in item.split("+")}
 
 
 @given(st.permutations(range(12)), st.permutations(range(12)), st.sampled_from(Coalesce))
-def test_entries_and_tokens_that_are_out_of_order_are_all_named(
+def test_all_entries_and_tokens_out_of_order_are_named(
     src: list[int], dst: list[int], coalesce: Coalesce
 ) -> None:
-    """Runs of rows whose places in the block table are in another order."""
+    """Runs of rows have another order in the block table."""
     plan = kvplan.plan(Transfer(Rows(FP16, src), Rows(FP16, dst), coalesce=coalesce), local="dst")
     bands = Bands(plan.part)
     runs = {plan.part.rows(index)[1]: segment for index, segment in enumerate(plan.part.segments)}

@@ -1,6 +1,6 @@
-"""Pictures of plans in a browser: read by pointing, by keys alone, and in a notebook's cell.
+"""Pictures of plans in a browser: read with the mouse, with keys, and in a cell of a notebook.
 
-One headless Chromium for all of them: the system's, which `make unit` installs where it may.
+All tests share one headless Chromium: that of the system, which `make unit` installs if it may.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrom
 
 
 class Page:
-    """A page that is open, and what a person does with it."""
+    """An open page, and the actions of a person on it."""
 
     def __init__(self, driver: webdriver.Chrome, folder: Path) -> None:
         self.driver, self.folder = driver, folder
@@ -89,7 +89,7 @@ class Page:
         ActionChains(self.driver, duration=0).move_to_element(web_element).perform()
 
     def labels(self) -> list[str]:
-        """What a screen reader says of the bands."""
+        """Return the descriptions of the bands for a screen reader."""
         found: list[str] = self.driver.execute_script(
             "return [...document.querySelectorAll('.band')]"
             ".map((it) => it.getAttribute('aria-label'))"
@@ -112,7 +112,7 @@ def page(driver: webdriver.Chrome, tmp_path: Path) -> Page:
 
 
 def label(page: Page, text: str) -> WebElement:
-    """The number in a box of a band, which lets the pointer through."""
+    """Return the number in a box of a band, which lets the pointer through."""
     return next(element for element in page.all("text.end") if element.text == text)
 
 
@@ -143,7 +143,7 @@ def test_the_slider_goes_through_the_layers(page: Page) -> None:
     assert page.detail().startswith("blocks 4–5 → blocks 7–8")
 
 
-def test_everything_can_be_done_by_keys(page: Page) -> None:
+def test_keys_reach_everything(page: Page) -> None:
     page.open(large())
     page.press(Keys.TAB, Keys.TAB)
     page.until(lambda: "26 runs" in page.focused())
@@ -153,12 +153,12 @@ def test_everything_can_be_done_by_keys(page: Page) -> None:
     page.until(lambda: "entries 26..51" in page.focused())
     page.press(Keys.END)
     page.until(lambda: "..4095 of 4,096" in page.focused())
-    page.press(Keys.ARROW_RIGHT)  # no band follows
+    page.press(Keys.ARROW_RIGHT)  # there is not a next band
     page.press(Keys.ARROW_LEFT, Keys.HOME)
     page.until(lambda: "entries 0..25" in page.focused())
 
 
-def test_groups_are_below_one_another_and_their_names_are_only_text(page: Page) -> None:
+def test_groups_are_stacked_and_their_names_are_only_text(page: Page) -> None:
     page.open(joined({EVIL: SMALL, "indexer": unlike()}))
     heads = page.all("svg > text.soft:first-of-type")
     assert [head.text.partition(" · part ")[2] for head in heads] == [EVIL, "indexer"]
@@ -207,7 +207,7 @@ return found;
 
 
 @pytest.mark.parametrize("width", [1280, 700, 380])
-def test_nothing_overlaps_and_nothing_is_cut(page: Page, width: int) -> None:
+def test_boxes_do_not_overlap_and_are_not_cut(page: Page, width: int) -> None:
     desc = CacheDesc(64, (100_000, 16, 8, 128), FP16, kv_tensor_format="NHD")
     rng = np.random.default_rng(3)
     runs = [np.arange(5000 * number, 5000 * number + 30) for number in (1, 2)]
@@ -249,18 +249,18 @@ def test_text_stands_out_in_both_schemes(page: Page, scheme: str) -> None:
     assert page.driver.execute_script(CONTRASTS) == []
 
 
-def test_no_page_asked_for_anything_or_complained(page: Page) -> None:
-    """Of all pages that the tests before this one have opened, and one more."""
+def test_no_page_sent_a_request_or_logged_an_error(page: Page) -> None:
+    """The check covers every page that earlier tests have opened, and another one."""
     page.open(large(), diff=unlike())
     page.until(lambda: page.all(".band"))
     assert page.driver.get_log("browser") == []
     assert {request.partition(":")[0] for request in requests(page)} <= {"file", "data"}
-    page.show('<!doctype html><img src="http://127.0.0.1:9/picture.png">')  # would be seen
+    page.show('<!doctype html><img src="http://127.0.0.1:9/picture.png">')  # must be found
     page.until(lambda: "http://127.0.0.1:9/picture.png" in requests(page))
 
 
 def requests(page: Page) -> list[str]:
-    """What documents of ours have asked for since the last call; the first tab is the browser's."""
+    """Return the requests of our documents since the last call; the first tab is the browser's."""
     events = [json.loads(item["message"])["message"] for item in page.driver.get_log("performance")]
     sent = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
     return [

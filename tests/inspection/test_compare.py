@@ -1,4 +1,4 @@
-"""Where two plans differ, run by run: layers before sizes before blocks."""
+"""The first difference of two plans, run by run: layers before sizes before blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOOD = made([1, 2, 3], [7, 9, 8])
 
 
 def shifted(plan: Plan, by: int) -> Plan:
-    """The same with other source layers, and one less."""
+    """Return the plan with the source layers shifted, and one layer less."""
     part = plan.part
     return Plan([replace(part, src_tensors=range(by, 4), dst_tensors=range(4 - by))])
 
@@ -55,8 +55,8 @@ def test_the_first_run_that_differs_is_named(other: Plan, lines: list[str]) -> N
     assert bool(found) == bool(lines)
 
 
-def test_a_wrong_layer_comes_first_even_where_all_blocks_differ() -> None:
-    """As with two requests."""
+def test_a_wrong_layer_comes_first_even_if_all_blocks_differ() -> None:
+    """Plans of two requests differ in all blocks, but a wrong layer matters more."""
     found = compare(made([1, 2], [3, 4]), shifted(made([5, 6], [7, 8]), 2))  # keys and values
     assert found[0] == (
         "layers: 4 of 4 runs differ; the first is layer 0, run 0: block 1 > block 3 in A, and "
@@ -66,7 +66,7 @@ def test_a_wrong_layer_comes_first_even_where_all_blocks_differ() -> None:
     assert "cause: layers are shifted by +1" in found[-1]
 
 
-def test_blocks_of_another_size() -> None:
+def test_blocks_of_another_size_are_named() -> None:
     other = CacheDesc(4, (64, 2, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
     found = compare(made([1], [2]), made([1], [2], other))
     assert found[0].startswith("sizes: 4 of 4 runs differ; the first is layer 0, run 0")
@@ -74,7 +74,7 @@ def test_blocks_of_another_size() -> None:
 
 
 def test_parts_do_not_matter() -> None:
-    """A plan that is cut otherwise, and moves the same."""
+    """A plan with other parts that moves the same bytes is equal."""
     part = GOOD.part
     cut = [
         replace(part, src_tensors=range(i, i + 2), dst_tensors=range(i, i + 2), name=str(i))
@@ -84,7 +84,7 @@ def test_parts_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize("count", [15, 16, 17, 60])
-def test_runs_of_a_tensor_are_not_those_of_the_next_however_many_it_has(count: int) -> None:
+def test_runs_of_different_tensors_are_not_confused(count: int) -> None:
     blocks = [*range(count)]
     other = [*blocks[:-1], 63]
     found = compare(made(blocks, blocks), made(other, blocks))

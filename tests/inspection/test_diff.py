@@ -1,4 +1,4 @@
-"""How two plans differ, exactly, and the verdict at the end."""
+"""Exact texts of differences between two plans, and the verdict at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvplan import CacheDesc, Coalesce, DataType, KvCacheExtParam, Plan, Rows, T
 from tests.planning.transfers import Example, transfers
 
 Ranges = tuple[tuple[int, int], tuple[int, int]]
-"""Of layers at src and at dst."""
+"""Ranges of layers at src and at dst."""
 
 SLOTS, BLOCKS, MORE_BLOCKS = (
     CacheDesc(4, shape, DataType.DT_INT8) for shape in ((3, 10), (16, 4), (17, 4))
@@ -36,7 +36,7 @@ def assert_diff(old: Plan, new: Plan, expected: str) -> None:
     assert old.diff(new).splitlines() == expected.strip("\n").splitlines()
 
 
-def test_a_plan_and_itself() -> None:
+def test_a_plan_and_itself_are_identical() -> None:
     assert_diff(
         PLAN,
         blocks([4, 5, 9], [7, 8, 2]),
@@ -47,7 +47,7 @@ def test_a_plan_and_itself() -> None:
     )
 
 
-def test_rows_that_lie_further_apart() -> None:
+def test_rows_with_another_stride() -> None:
     apart = dataclasses.replace(BLOCKS, row_stride=6)
     assert_diff(
         blocks([4, 5], [7, 9]),
@@ -148,7 +148,7 @@ LAYERS = CacheDesc(8, (16, 4), DataType.DT_INT8)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         (
             ((0, 1), (0, 1)),
@@ -172,7 +172,7 @@ LAYERS = CacheDesc(8, (16, 4), DataType.DT_INT8)
         ),
     ],
 )
-def test_ranges_of_other_layers_are_a_cause(old: Ranges, new: Ranges, said: str) -> None:
+def test_ranges_of_other_layers_are_a_cause(old: Ranges, new: Ranges, message: str) -> None:
     plans = [
         kvplan.plan(
             Transfer(Rows(LAYERS, [4]), Rows(LAYERS, [7]), layers=KvCacheExtParam(*version)),
@@ -181,12 +181,15 @@ def test_ranges_of_other_layers_are_a_cause(old: Ranges, new: Ranges, said: str)
         for version in (old, new)
     ]
     *_, found, verdict = plans[0].diff(plans[1]).splitlines()
-    assert (found, verdict) == (f"  cause    {said}", "  verdict: different bytes - other layers")
+    assert (found, verdict) == (
+        f"  cause    {message}",
+        "  verdict: different bytes - other layers",
+    )
 
 
 def test_exchanged_tables_are_a_cause() -> None:
-    said = PLAN.diff(blocks([7, 8, 2], [4, 5, 9]))
-    assert "  cause    src_blocks and dst_blocks are exchanged\n" in said
+    message = PLAN.diff(blocks([7, 8, 2], [4, 5, 9]))
+    assert "  cause    src_blocks and dst_blocks are exchanged\n" in message
 
 
 def test_a_larger_cache() -> None:
@@ -201,7 +204,7 @@ def test_a_larger_cache() -> None:
     )
 
 
-def test_the_direction_only() -> None:
+def test_only_another_direction() -> None:
     assert_diff(
         slots(),
         slots("src"),
@@ -228,7 +231,7 @@ def test_an_offset_into_a_row() -> None:
     )
 
 
-def test_only_so_many_lines() -> None:
+def test_the_number_of_lines_is_limited() -> None:
     assert_diff(
         blocks(range(16), range(16)),
         blocks(range(16), range(15, -1, -1)),
@@ -256,7 +259,7 @@ def test_only_so_many_lines() -> None:
     )
 
 
-def test_only_tensors_that_there_are_are_mentioned() -> None:
+def test_only_existing_tensors_are_mentioned() -> None:
     def change(before: int, after: int) -> str:
         old, new = (
             kvplan.plan(Transfer(Rows(desc, [block]), Rows(desc, [1])), local="dst")
@@ -284,12 +287,12 @@ def test_plans_of_one_transfer_are_equivalent(example: Example, other: Example) 
         for new in plans:
             verdict = "identical" if old == new else "equivalent - same byte mapping"
             assert f"  verdict: {verdict}" in old.diff(new)
-    # Two that have nothing to do with each other can be compared too.
+    # Unrelated plans can be compared, too.
     assert "  verdict: " in plans[0].diff(other.plan())
 
 
 def byte_map(plan: Plan) -> dict[tuple[int, int], tuple[int, int]]:
-    """Source of every destination byte of every tensor."""
+    """Map every destination byte of every tensor to its source byte."""
     return {
         (dst_tensor, dst + byte): (src_tensor, src + byte)
         for src_tensor, dst_tensor in zip(plan.part.src_tensors, plan.part.dst_tensors, strict=True)

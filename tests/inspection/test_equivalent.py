@@ -1,4 +1,4 @@
-"""`assert_equivalent`: the same bytes in the same places, as executing both plans shows."""
+"""`assert_equivalent`: the same bytes in the same places, as the execution of both plans shows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_equivalent(old: Any, new: Any) -> bool:
 
 
 def outcome(plan: Plan) -> list[bytes]:
-    """What it leaves, over several contents: bytes that differ once are told apart."""
+    """Return the destination for several contents, so that two sources are always distinguished."""
     random = np.random.default_rng(3)
     left = []
     for _ in range(8):
@@ -50,7 +50,7 @@ def outcome(plan: Plan) -> list[bytes]:
 
 
 @given(transfers(), st.sampled_from(Coalesce), st.sampled_from(Coalesce), st.data())
-def test_plans_that_leave_the_same_are_equivalent(
+def test_plans_with_the_same_outcome_are_equivalent(
     transfer: Any, how: Coalesce, other: Coalesce, data: st.DataObject
 ) -> None:
     src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = transfer
@@ -91,6 +91,22 @@ def test_layer_by_layer_is_equivalent_to_whole_blocks() -> None:
     )
     with pytest.raises(AssertionError, match="4,096 destination bytes from another source"):
         whole.assert_equivalent(other)
+
+
+def test_layer_by_layer_every_tensor_is_compared() -> None:
+    """The sides have different sizes, so that rows of two tensors of dst cannot be confused."""
+    src, dst = (
+        CacheDesc(2, (rows, *CROSS.shape[1:]), CROSS.data_type, kv_tensor_format=str(CROSS.layout))
+        for rows in (4, 8)
+    )
+    whole = kvplan.plan(Transfer(Rows(src, [0, 1]), Rows(dst, [0, 4])), local="src")
+    for read, verdict in (
+        ([0, 1], "equivalent - same byte mapping, different segmentation"),
+        ([0, 2], f"different bytes - {2 * src.row_nbytes:,} destination bytes from another source"),
+    ):
+        transfer = Transfer(Rows(src, read), Rows(dst, [0, 4]))
+        by_layer = kvplan.plan(transfer, local="src", by_layer=True)
+        assert whole.diff(by_layer).endswith(f"verdict: {verdict}")
 
 
 def test_a_difference_is_in_the_error() -> None:

@@ -1,4 +1,4 @@
-"""What people read, exactly: the tree, the table and the one line of a plan."""
+"""Exact texts for people: the tree, the table and the one line of a plan."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ pull_blocks  C2B   src -> dst   plan 704aa5
     )
 
 
-def test_a_size_is_written_in_the_largest_unit_that_it_has_one_of() -> None:
+def test_a_size_has_the_largest_unit_that_it_reaches() -> None:
     sizes = [1023, 1024, 2**20 - 1024, 2**20, 2**30]
     written = ["1023 B", "1 KiB", "1023 KiB", "1.0 MiB", "1.0 GiB"]
     assert [nbytes_text(size) for size in sizes] == written
@@ -319,7 +319,7 @@ pull_blocks  B2B   src -> dst   plan 0767a5
 
 @pytest.mark.parametrize("plan", [PUSH, C2B, C2C, COPY_BLOCKS, REVERSED], ids=repr)
 @pytest.mark.parametrize("format", ["tree", "table"])
-def test_no_limit_and_a_large_one_show_everything(plan: Plan, format: str) -> None:  # noqa: A002
+def test_a_large_limit_or_none_shows_everything(plan: Plan, format: str) -> None:  # noqa: A002
     everything = plan.explain(format, limit=None)  # type: ignore[arg-type]
     assert everything == plan.explain(format, limit=10**6)  # type: ignore[arg-type]
     assert "... " not in everything
@@ -327,9 +327,12 @@ def test_no_limit_and_a_large_one_show_everything(plan: Plan, format: str) -> No
 
 def test_the_default_limit_is_sixteen() -> None:
     assert REVERSED.explain("table") == REVERSED.explain("table", limit=16)
-    # Of more rows than that, those at both ends; the rest of the page says what they come to.
+    # With more rows, those at both ends are shown; the other lines add up the rest.
     assert len(REVERSED.explain("table").splitlines()) == 1 + 8 + 2 + 4
     assert "\n... 308 more descriptors. In each of 40 tensors:\n" in REVERSED.explain("table")
+    one = CacheDesc(1, (64, 4), INT8)
+    turned = kvplan.plan(Transfer(Rows(one, range(40)), Rows(one, range(39, -1, -1))), local="dst")
+    assert "\n... 28 more descriptors. Of all:\n" in turned.explain("table")
 
 
 @pytest.mark.parametrize(
@@ -341,13 +344,13 @@ def test_the_default_limit_is_sixteen() -> None:
         ({"limit": -1}, "limit=-1 must be None or >= 1"),
     ],
 )
-def test_refusals(kwargs, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_arguments_are_refused(kwargs, message: str) -> None:  # type: ignore[no-untyped-def]
     with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
         PUSH.explain(**kwargs)
 
 
 def test_a_plan_that_moves_nothing() -> None:
-    """Each tensor has its line, and the table has its head."""
+    """The tree has a line for each tensor, and the table has its head."""
     plan = kvplan.plan(Transfer(Rows(BLOCKS, []), Rows(BLOCKS, [])), local="dst")
     lines = plan.explain().splitlines()
     assert lines[-4:] == [

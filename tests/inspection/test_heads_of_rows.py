@@ -1,4 +1,4 @@
-"""The rows of a diff name the heads that they write, not those that lie between."""
+"""The rows of a diff name the heads that they write, and no heads between them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NHD, HND = "block token head dim", "block head token dim"
         (range(5), range(5), ()),
     ],
 )
-def test_heads(
+def test_a_row_names_its_heads(
     layouts: tuple[str, str], right: range, wrong: range, words: tuple[str, ...]
 ) -> None:
     dst = part(layouts[1], range(5))

@@ -60,7 +60,7 @@ def test_table_of_the_last_stage() -> None:
     )
 
 
-def test_numbers_that_are_the_models_are_not_repeated() -> None:
+def test_numbers_equal_to_those_of_the_model_are_not_repeated() -> None:
     plan = kvplan.plan(Transfer(Rows(FIRST, [4]), Rows(WHOLE, [7])), local="dst")
     assert "  layers 0..15 -> 0..15 | " in plan.explain()
     assert "model" not in plan.explain() + plan.explain("table") + str(plan.origin(0))
@@ -80,6 +80,15 @@ def test_two_stages_of_one_gather() -> None:
         "layer 1>1 tensor 2>2 block 4>7 K heads 0..7 tokens 0..15",
         "layer 1>17 (17 of the model) tensor 2>34 block 9>7 K heads 0..7 tokens 0..15",
     ]
+
+
+def test_the_number_in_the_model_is_beside_two_different_ones() -> None:
+    """The number appears at either of the two."""
+    back = kvplan.plan(Transfer(Rows(WHOLE, [7]), Rows(LAST, [4])), local="dst")
+    assert str(back.origin(2)) == (
+        "layer 17>1 (17 of the model) tensor 34>2 block 7>4 K heads 0..7 tokens 0..15"
+    )
+    assert "layers 16..31 -> 0..15 (16..31 of the model) | " in back.explain()
 
 
 def in_one(layers: range) -> CacheDesc:
@@ -121,7 +130,7 @@ pull_blocks  B2B   src -> dst   plan 84a034
     assert str(cut.origin(3)).startswith("layer 3>7 (7 of the model) tensor 0>0 block 4>7 ")
 
 
-def test_a_shard_that_is_too_long_stands_below() -> None:
+def test_a_long_shard_has_a_line_of_its_own() -> None:
     part = CacheDesc(
         1,
         (10_000, 16, 2, 16, 8, 128),
@@ -202,11 +211,11 @@ def test_a_wrong_stage_that_is_reinterpreted_shows_both_numbers() -> None:
 
 
 @pytest.mark.parametrize("layers", [range(16, 18), range(15, 17)])
-def test_layers_that_are_not_of_the_plan_are_refused_with_both_numbers(layers: range) -> None:
+def test_layers_outside_of_the_plan_are_refused_with_both_numbers(layers: range) -> None:
     message = r"of range\(0, 16\) \(16\.\.31 of the model\)"
     with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
         SECOND.for_layers(layers)
 
 
-def test_a_stage_that_comes_back_from_a_document_says_the_same() -> None:
+def test_a_stage_from_a_document_has_the_same_text() -> None:
     assert Plan.from_dict(SECOND.to_dict()).explain() == SECOND.explain()

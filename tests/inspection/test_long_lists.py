@@ -1,4 +1,4 @@
-"""Plans of many blocks, tensors and groups: a page says what they come to, without a whole text."""
+"""Plans of many blocks, tensors and groups fit on a page, which adds up the omitted rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYERS = CacheDesc(122, (8192, 16, 8, 128), FP16, kv_tensor_format="NHD")
 
 
 def scattered(step: int, run: int) -> list[int]:
-    """4,096 blocks in an order without runs, but for one of 16."""
+    """Return 4,096 blocks in an order with a single run, of 16 blocks."""
     blocks = [index * step % 8000 for index in range(4096)]
     blocks[2048:2064] = range(run, run + 16)
     return blocks
@@ -64,7 +64,7 @@ def test_a_low_limit_counts_the_rest() -> None:
     )
 
 
-def test_runs_that_were_not_merged_are_seen() -> None:
+def test_unmerged_runs_are_shown() -> None:
     plan = kvplan.plan(
         Transfer(Rows(LAYERS, range(40, 56)), Rows(LAYERS, range(16, 32)), coalesce=Coalesce.NONE),
         local="src",
@@ -129,7 +129,7 @@ def test_groups_of_the_same_blocks() -> None:
     assert plan.explain("table").count("\npart") == 3
 
 
-def test_groups_of_one_request_in_another_order_are_not_the_same() -> None:
+def test_groups_with_another_order_are_listed_separately() -> None:
     plans = [
         kvplan.plan(Transfer(Rows(MLA, src), Rows(MLA, dst)), local="dst")
         for src, dst in (([4, 6], [7, 9]), ([6, 4], [9, 7]))
@@ -143,8 +143,8 @@ def test_groups_of_one_request_in_another_order_are_not_the_same() -> None:
 
 
 @pytest.mark.parametrize("wide", [1, 2], ids=["equal plans", "other rows"])
-def test_groups_of_other_tokens_are_not_the_same(wide: int) -> None:
-    """A block that is in the table twice has the same bytes for other tokens of the request."""
+def test_groups_of_other_tokens_are_listed_separately(wide: int) -> None:
+    """A block that is in the table twice has equal rows for different tokens of the request."""
     other = CacheDesc(61, (8192, 16, 576 * wide), FP16, kv_tensor_format="block token dim")
     plans = {
         "a": kvplan.plan(Transfer(Rows(MLA, [4]), Rows(MLA, [7]), num_tokens=16), local="dst"),
@@ -158,7 +158,7 @@ def test_groups_of_other_tokens_are_not_the_same(wide: int) -> None:
     assert re.search(r"^part b\n(  .*\n)*  .*tokens 16\.\.31$", text, re.MULTILINE), text
 
 
-def test_the_same_change_in_several_groups_is_one() -> None:
+def test_the_same_change_in_several_groups_is_named_once() -> None:
     old, new, other = (
         kvplan.plan(Transfer(Rows(MLA, [number]), Rows(MLA, [1])), local="dst")
         for number in (1, 2, 3)
@@ -187,7 +187,7 @@ def test_lines_come_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("plan", [LARGE, joined({"a": LARGE})], ids=["plan", "groups"])
-def test_a_table_of_all_is_never_in_memory(plan: Plan) -> None:
+def test_a_full_table_is_never_in_memory(plan: Plan) -> None:
     few = LARGE.for_layers(range(2))
     tracemalloc.start()
     try:
@@ -197,7 +197,7 @@ def test_a_table_of_all_is_never_in_memory(plan: Plan) -> None:
         tracemalloc.stop()
     assert len([*islice(plan.explain_lines("table"), 100)]) == 100
     assert characters > 800_000
-    assert peak < 3_000_000  # the texts of the rows of one chunk; not of all tensors
+    assert peak < 3_000_000  # the texts of the rows of one chunk, not of all tensors
 
 
 def test_bad_arguments_are_refused_before_the_first_line() -> None:
@@ -233,7 +233,7 @@ def test_long_names_and_large_numbers_are_wrapped() -> None:
         assert max(map(len, text.splitlines())) <= 120, text
 
 
-# What is compared above.
+# Compared above.
 TREE = """
 pull_blocks  B2B   src -> dst   plan 7dbd6c
   DT_FLOAT16 (block 8192, token 16, head 8, dim 128), both sides

@@ -1,4 +1,4 @@
-"""What an origin says of a descriptor is what the bytes of it are, by the names of their axes."""
+"""The origin of a descriptor names the content of its bytes, by the names of the axes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 import kvplan
 from kvplan import CacheDesc, DataType, Rows, Transfer
+from kvplan.planning.contents import RequestOrder
 from kvplan.planning.plan import Origin, Plan
 from tests.planning.test_unlike import planned, transfers
 from tests.planning.unlike import Cache
 
 
 def assert_names(origin: Origin, plan: Plan, descriptor: int, cache: Cache, *, at: str) -> Any:
-    """Layers and heads of one side; returns (row, token) of each element, and of which kv."""
+    """Check layers and heads of one side; return (row, token) of each element, and its kv."""
     sides = ["src", "dst"]
     pair, run = divmod(descriptor, plan.part.segments.num_runs)
     tensor, start = plan.part.pair(pair)[sides.index(at)]
@@ -79,7 +80,7 @@ SLOTS = {
 
 @pytest.mark.parametrize("layout", SLOTS)
 def test_a_chunk_of_a_slot_names_the_heads_and_parts_of_its_bytes(layout: str) -> None:
-    """It may begin and end anywhere, and so go on from the last head of a token to the first."""
+    """A chunk may continue from the last head of a token to the first head of the next."""
     shape = SLOTS[layout]
     desc = CacheDesc(1, shape, DataType.DT_UINT8, kv_tensor_format=layout)
     axes, places = layout.split(), np.indices(shape)
@@ -92,3 +93,15 @@ def test_a_chunk_of_a_slot_names_the_heads_and_parts_of_its_bytes(layout: str) -
         assert origin.heads == (where["head"].min(), where["head"].max())
         if "kv" in where:
             assert origin.kv == "+".join("KV"[item] for item in sorted({*where["kv"].tolist()}))
+
+
+def test_a_run_of_blocks_in_another_order_names_the_tokens_of_each() -> None:
+    """The run begins and ends inside a block."""
+    desc = CacheDesc(2, (8, 4, 2, 2), DataType.DT_INT8, kv_tensor_format="NHD")
+    rows = Rows(desc, [1, 3, 2, 4], first_token=1)
+    plan = kvplan.plan(Transfer(rows, rows, num_tokens=13), local="dst")
+    assert plan.num_descriptors == 2
+    assert plan.origin(0).tokens == ((1, 3), (8, 11), (4, 7), (12, 13))
+    (run,) = plan.part.segments
+    order = RequestOrder(plan.part)
+    assert order.tokens(run[1], run[1] + run[2] - 1) == [*plan.origin(0).tokens]

@@ -75,7 +75,7 @@ def test_a_comparison_has_the_text_and_both_pictures() -> None:
 def test_a_page_loads_nothing() -> None:
     document = PLAN.to_html()
     addresses = {*re.findall(r"https?://[^\"' ]+", document)}
-    assert addresses == {"http://www.w3.org/2000/svg"}  # a name
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a namespace
     assert "default-src 'none'" in document
     assert re.findall(r"(?:src|href)=\"([^\"]*)\"", document) == ["data:,"]
 
@@ -89,7 +89,7 @@ def test_a_page_is_written_to_a_given_path(tmp_path: Path) -> None:
 
 
 def test_names_of_users_cannot_end_an_element() -> None:
-    """A name is text, everywhere that one can be."""
+    """Names are escaped in every place where they occur."""
     name = EVIL[:64]
     of_peer = RemoteCache(BlocksCacheKey(1), DESC)
     opaque = CacheDesc(2, (4, 8), FP16, kv_tensor_format=f"opaque {name}")
@@ -188,5 +188,5 @@ def test_oddities_are_described_in_words() -> None:
             kvplan.plan(Transfer(Rows(DESC, [5, 2, 9, 1]), Rows(large, [3])), local="dst").part
         )
         == []
-    )  # runs, and no blocks
+    )  # runs without blocks
     assert oddities(kvplan.plan(Transfer(Rows(DESC, [1, 1]), Rows(DESC, [2, 3]))).part) != []

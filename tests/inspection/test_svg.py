@@ -1,4 +1,4 @@
-"""The picture for documents: the text of a small one, exactly, and that all are well-formed."""
+"""The picture for documents: the exact text of small ones, and well-formed output of all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPACE = "{http://www.w3.org/2000/svg}"
 
 
 def in_readme() -> Plan:
-    """The plan that README shows."""
+    """Return the plan of the picture in README."""
     desc = CacheDesc(64, (256, 16, 8, 128), DataType.DT_FLOAT16, kv_tensor_format="NHD")
     src = [10, 11, 12, 13, 40, 41, 90, 91, 92, 93, 94, 95, 7, 30, 31, 32]
     dst = [100, 101, 102, 103, 104, 105, 106, 107, 20, 21, 22, 23, 24, 25, 26, 61]
@@ -47,13 +47,13 @@ GOLDEN = {"small": SMALL, "unlike": unlike()}
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_text_of_a_picture(name: str) -> None:
-    """As tests/inspection/*.svg have it; `python -m tests.inspection.test_svg` writes them."""
+    """`python -m tests.inspection.test_svg` writes the expected texts, tests/inspection/*.svg."""
     drawn = Path(__file__).with_name(f"{name}.svg").read_text(encoding="utf-8")
     assert GOLDEN[name].to_svg() == drawn
 
 
 def test_the_picture_of_the_readme_is_current() -> None:
-    """`python -m tests.inspection.test_svg` writes it."""
+    """`python -m tests.inspection.test_svg` writes the picture."""
     drawn = (DOCS / "pictures/plan.svg").read_text(encoding="utf-8")
     assert in_readme().to_svg() == drawn
     assert "docs/pictures/plan.svg" in (DOCS.parent / "README.md").read_text(encoding="utf-8")
@@ -120,19 +120,19 @@ def test_only_some_of_very_many_bands_are_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("src", "dst", "said"),
+    ("src", "dst", "words"),
     [
         (Placement.DEVICE, Placement.DEVICE, []),  # the default, also of caches in host memory
         (Placement.HOST, Placement.HOST, ["on host", "on host"]),
         (Placement.DEVICE, Placement.HOST, ["on device", "on host"]),
     ],
 )
-def test_a_placement_is_named_where_it_says_something(
-    src: Placement, dst: Placement, said: list[str]
+def test_a_placement_is_named_if_it_is_not_the_default(
+    src: Placement, dst: Placement, words: list[str]
 ) -> None:
     a, b = (CacheDesc(2, (4, 8), DataType.DT_FLOAT16, side) for side in (src, dst))
     text = kvplan.plan(Transfer(Rows(a, [1]), Rows(b, [2]))).to_svg()
-    assert re.findall(r"on (?:host|device)", text) == said
+    assert re.findall(r"on (?:host|device)", text) == words
 
 
 @pytest.mark.parametrize("name", ["</svg><script>", "a & \"b\" 'c'", "日本"])
@@ -142,7 +142,7 @@ def test_names_are_escaped(name: str) -> None:
     assert any(text.endswith(f"part {name}") for text in texts)
 
 
-def test_bands_from_one_block_stand_side_by_side() -> None:
+def test_bands_from_one_block_are_side_by_side() -> None:
     root = well_formed(kvplan.plan(Transfer(Rows(NHD, [1, 1]), Rows(NHD, [2, 3]))).to_svg())
     ends = [
         element.get("x") for element in root.iter(f"{SPACE}text") if element.get("class") == "end"

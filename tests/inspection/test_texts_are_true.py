@@ -1,6 +1,6 @@
-"""Every fact of a text is true, whatever the plan: tables are executed, rows and summaries counted.
+"""Every fact of a text is true: tables are executed, rows and summaries are counted.
 
-What is expected comes from block tables and moves of rows alone, not from offsets or segments.
+The expected values come from block tables and moves of rows only, not from offsets or segments.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from random import Random
 from statistics import median
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ def assert_narrow(text: str) -> None:
 
 
 def run_of(cells: list[str], local: str) -> tuple[int, int, int, int, int]:
-    """Tensor and offset at src and dst, and bytes, of a row of a table."""
+    """Return tensor and offset at src and at dst, and the bytes, of a row of a table."""
     places = [re.fullmatch(r"t(\d+)\+0x([0-9a-f]+)", cell) for cell in cells[-3:-1]]
     at = [(int(place[1]), int(place[2], 16)) for place in places if place]
     src, dst = at[::-1] if local == "dst" else at
@@ -45,11 +46,11 @@ def run_of(cells: list[str], local: str) -> tuple[int, int, int, int, int]:
 
 
 def execute_table(plan: Plan, src: list[np.ndarray], dst: list[np.ndarray]) -> None:
-    """Copy what the table says, row by row."""
+    """Execute a table row by row."""
     lines = plan.explain("table", limit=None).splitlines()
     assert len(lines) == 1 + plan.num_descriptors
     widths = [max(map(len, column)) for column in zip(*map(str.split, lines), strict=True)]
-    assert {*map(len, lines)} == {sum(widths) + 2 * (len(widths) - 1)}  # no wider than it must be
+    assert {*map(len, lines)} == {sum(widths) + 2 * (len(widths) - 1)}  # the smallest width
     before = [tensor.copy() for tensor in src]
     for index, line in enumerate(lines[1:]):
         cells = line.split()
@@ -92,7 +93,7 @@ ROW = re.compile(
 
 
 def numbers(text: str) -> list[int]:
-    """`4-5`, or `16..31, 0..15`, as numbers."""
+    """Return the numbers in a text such as `4-5` or `16..31, 0..15`."""
     found = []
     for part in text.replace("..", "-").split(", "):
         first, _, last = part.partition("-")
@@ -101,7 +102,7 @@ def numbers(text: str) -> list[int]:
 
 
 def rows_of(plan: Plan) -> list[tuple[list[int], list[int], str, list[int]]]:
-    """The rows of a tree in full: blocks at src and dst, and tokens or positions."""
+    """Return all rows of a tree: blocks at src and dst, and tokens or positions."""
     lines = plan.explain(limit=None).splitlines()
     lines = [re.sub(r".*-- tensor \d+ -> \d+( [KV]\+?V?)?  ", "", line) for line in lines]
     rows = [ROW.search(line) for line in lines if not line.endswith("...")]
@@ -117,7 +118,7 @@ def rows_of(plan: Plan) -> list[tuple[list[int], list[int], str, list[int]]]:
 
 
 def some_tables(seed: int) -> tuple[list[int], list[int]]:
-    """Block tables with runs, in either direction, as allocators make them."""
+    """Return block tables with runs in either direction, like those of allocators."""
     random = Random(seed)
     count = random.randint(1, 40)
     result = []
@@ -143,7 +144,7 @@ FORMATS = {
 
 
 @given(tables(), coalescings, st.sampled_from([*FORMATS]))
-def test_rows_of_a_tree_say_which_of_the_request_they_hold(
+def test_rows_of_a_tree_name_their_part_of_the_request(
     given_tables: tuple[list[int], list[int]], how: Coalesce, of: str
 ) -> None:
     src, dst = given_tables
@@ -163,7 +164,7 @@ def test_rows_of_a_tree_say_which_of_the_request_they_hold(
 
 
 @given(unlike_transfers(), coalescings)
-def test_rows_between_unlike_caches_say_which_tokens_they_hold(transfer, how) -> None:  # type: ignore[no-untyped-def]
+def test_rows_between_unlike_caches_name_their_tokens(transfer, how) -> None:  # type: ignore[no-untyped-def]
     src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = transfer
     for src_rows, dst_rows, word, at in rows_of(planned(transfer, how)):
         assert word == "token"
@@ -174,7 +175,7 @@ def test_rows_between_unlike_caches_say_which_tokens_they_hold(transfer, how) ->
 
 
 def runs_of(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Blocks that are adjacent on both sides, put together in the order that they are in."""
+    """Merge blocks that are adjacent on both sides, in their order."""
     runs: list[list[tuple[int, int]]] = []
     for src, dst in pairs:
         if runs and runs[-1][-1] == (src - 1, dst - 1):
@@ -261,3 +262,18 @@ def test_a_cause_names_the_change_that_was_made(
         ):
             found = re.search(rf"(\d+) {what}$", text, re.MULTILINE)
             assert not keys or f"{len(keys)} {what}" in text
+
+
+@pytest.mark.parametrize("listed", [[7, 3], [3, 8], [6, 9]])
+def test_tokens_are_not_named_if_a_document_has_another_block_table(
+    listed: list[int],
+) -> None:
+    desc = FORMATS["NHD"]
+    plan = kvplan.plan(Transfer(Rows(desc, [4, 5]), Rows(desc, [7, 8])), local="dst")
+    assert plan.origin(0).tokens == ((0, 7),)
+    assert "tokens 0..7" in plan.explain()
+    document = plan.to_dict()
+    document["parts"][0]["tables"]["dst"] = listed
+    other = Plan.from_dict(document)
+    assert other.origin(0).tokens == ()
+    assert "  token" not in other.explain()

@@ -1,9 +1,10 @@
-"""What is said of caches that lie differently: rows with tokens, costs, parts, and what differs."""
+"""Texts about caches with different layouts: rows with tokens, costs, parts, and differences."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvplan
@@ -18,6 +19,7 @@ from kvplan import (
     Rows,
     Transfer,
 )
+from kvplan.inspection.diff import changed_table
 from kvplan.layout import Shard
 
 FP16 = DataType.DT_FLOAT16
@@ -195,7 +197,7 @@ pull_blocks  B2B   src -> dst   plan d604fc
 
 
 def test_tree_of_a_slice_of_heads() -> None:
-    """Blocks that are adjacent are not, where other heads lie between."""
+    """Adjacent blocks are not merged if other heads are between their parts."""
     half = cache((64, 4, 16, 128), "HND", heads=range(4, 8))
     whole = cache((64, 8, 16, 128), "HND", heads=range(8))
     assert_text(
@@ -233,7 +235,7 @@ pull_blocks  C2B   src -> dst   plan 789ab7
     )
 
 
-def test_tree_of_a_slot_that_lies_differently() -> None:
+def test_tree_of_a_slot_with_another_layout() -> None:
     assert_text(
         TURNED.explain(),
         """
@@ -348,9 +350,22 @@ def pull(
     ],
 )
 def test_changes_of_a_block_table_are_recognized(new: Plan, cause: str) -> None:
-    *_, said, verdict = pull().diff(new).splitlines()
+    *_, message, verdict = pull().diff(new).splitlines()
     assert verdict.startswith("  verdict: different bytes - ")
-    assert said == f"  cause    {cause}"
+    assert message == f"  cause    {cause}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "change"),
+    [
+        ([4, 6, 9], [6, 9, 2], "what was src_blocks[1] is first"),
+        ([4, 6, 9], [1, 4, 6], "what was src_blocks[0] is second"),
+        ([4, 6], [6, 9], ""),
+        ([4, 6], [1, 4], ""),
+    ],
+)
+def test_a_table_of_two_blocks_is_not_shifted(old: list[int], new: list[int], change: str) -> None:
+    assert changed_table("src", np.array(old), np.array(new)).partition(": ")[2] == change
 
 
 def test_a_swapped_table_in_full() -> None:
@@ -394,7 +409,7 @@ def other(**changes: Any) -> CacheDesc:
 
 
 @pytest.mark.parametrize(
-    ("of", "said"),
+    ("of", "message"),
     [
         (other(data_type=DataType.DT_BF16), "src.data_type: DT_FLOAT16 -> DT_BF16"),
         (
@@ -409,18 +424,18 @@ def other(**changes: Any) -> CacheDesc:
         (other(shape=(16, 16, 4, 32)), "src.shape: (16, 16, 2, 64) -> (16, 16, 4, 32)"),
     ],
 )
-def test_plans_of_other_caches_are_never_identical(of: CacheDesc, said: str) -> None:
+def test_plans_of_different_caches_are_never_identical(of: CacheDesc, message: str) -> None:
     old, new = pull(), pull(of=of)
     assert list(old.part.segments) == list(new.part.segments)
     assert old != new
     assert old.fingerprint != new.fingerprint
     lines = old.diff(new).splitlines()
-    assert lines[0] == f"  cache    {said}"
-    assert lines[-1] == f"  verdict: different caches - {said}"
+    assert lines[0] == f"  cache    {message}"
+    assert lines[-1] == f"  verdict: different caches - {message}"
 
 
 def test_a_wrong_head_is_named() -> None:
-    """Two gathers of one request: in the second a source says that it has other heads."""
+    """In the second gather, a source declares other heads than it has."""
     old, new = (
         kvplan.plan(
             Transfer(

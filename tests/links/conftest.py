@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.control.conversation import check_callbacks
 from tests.links.end import End
 from tests.links.peer import Peer
 
@@ -15,6 +16,13 @@ from tests.links.peer import Peer
 def _log_every_step(caplog: pytest.LogCaptureFixture) -> None:
     """Log everything, because ends wait for lines of the log."""
     caplog.set_level(logging.INFO, "kvplan")
+
+
+@pytest.fixture(autouse=True)
+def _no_callback_failed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Check that no callback of a loop in this process raised: asyncio only logs that."""
+    yield
+    check_callbacks(caplog)
 
 
 @pytest.fixture

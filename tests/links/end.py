@@ -1,4 +1,4 @@
-"""One side of links, as an engine has it: transports, caches and links, and a log to wait for."""
+"""An `End`: transports, caches and links, as an engine has them, and a log to wait for."""
 
 from __future__ import annotations
 

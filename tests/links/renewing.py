@@ -21,7 +21,7 @@ class Meeting:
         self.given_up: set[tuple[bytes, int]] = set()
 
     def attend(self, key: tuple[bytes, int], gives_up: Callable[[], bool]) -> bool:
-        """Return whether both came."""
+        """Return True if both sides came."""
         with self.changed:
             self.there[key] += 1
             self.changed.notify_all()
@@ -33,7 +33,7 @@ class Connection:
     """A connection that records its calls, and fails as a test wants."""
 
     def __init__(self, meeting: Meeting, session: bytes) -> None:
-        self.request_renewal: Callable[[], None] | None = None
+        self.request_renewal: Callable[[float | None], None] | None = None
         self.notify_unused: Callable[[int], None] = lambda generation: None
         self.current = 0
         self.opened: list[int] = []

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,11 @@ import pytest
 
 from kvplan import CacheKey, LLMException, LLMStatusCode
 from kvplan.control.endpoint import Endpoint
-from kvplan.links import ClusterInfo, IpInfo, LinkState
+from kvplan.links import ClusterInfo, IpInfo, LinkResult, LinkResults, LinkState
 from kvplan.transport.local import LocalTransport
 from tests.links.end import DEADLINE_S, End
 from tests.links.peer import Peer
+from tests.support.ports import free_port
 from tests.support.refusals import refused
 
 MakeEnd = Callable[..., End]
@@ -39,6 +41,30 @@ def test_both_ends_are_linked_and_then_unlinked(end: End, peer: Peer) -> None:
     assert (end.state(2), peer.state(1), end.links.live()) == (None, None, 0)
 
 
+@pytest.mark.parametrize("text", [(), ("why",)])
+def test_a_failure_is_raised_without_the_frames_of_its_link(text: tuple[str, ...]) -> None:
+    status, spans = LLMStatusCode.LLM_LINK_BUSY, ((0, 2),)
+    results = LinkResults([LinkResult(2, status, _raised(text, status, spans))])
+    for _ in range(2):
+        with pytest.raises(LLMException) as caught:
+            results.raise_for_status()
+        found = caught.value
+        assert (found.args, found.status_code, found.unconfirmed) == (text, status, spans)
+        names = [entry.name for entry in caught.traceback]
+        assert "raise_for_status" in names
+        assert "_raised" not in names
+
+
+def test_an_engine_at_a_path_can_be_linked_to(
+    make_end: MakeEnd, make_peer: Callable[..., Peer], tmp_path: Path
+) -> None:
+    peer = make_peer(2, listen=f"ipc://{tmp_path}/socket")
+    end = make_end(1)
+    end.link(ClusterInfo(2, peer.address))
+    assert (end.state(2), peer.state(1)) == (LinkState.LINKED, "LINKED")
+    assert end.status(2).address == peer.address == f"ipc://{tmp_path}/socket"
+
+
 def test_either_end_can_unlink(end: End, peer: Peer) -> None:
     end.link(peer.cluster)
     peer.run("end.links.unlink([1], 5000).raise_for_status()")
@@ -47,7 +73,7 @@ def test_either_end_can_unlink(end: End, peer: Peer) -> None:
     assert peer.state(1) == "LINKED"
 
 
-def test_linking_twice(end: End, peer: Peer) -> None:
+def test_a_second_link_is_refused(end: End, peer: Peer) -> None:
     end.link(peer.cluster)
     end.check_link_fails(
         peer.cluster, LLMStatusCode.LLM_ALREADY_LINK, "cluster 2 is linked already"
@@ -93,10 +119,8 @@ def test_each_cluster_of_a_call_has_its_result(make_end: MakeEnd, end: End) -> N
 
 
 @pytest.mark.parametrize("ask", ["sync", "find", "claim"])
-def test_a_request_that_waits_for_earlier_ones_waits_no_longer_than_they(
-    make_end: MakeEnd, ask: str
-) -> None:
-    """As many as the peer takes at a time are unanswered."""
+def test_a_request_behind_others_has_the_same_timeout(make_end: MakeEnd, ask: str) -> None:
+    """The peer has the maximum number of unanswered requests, so the call must wait for a place."""
     end, other = make_end(1, sync_kv_cache_wait_time=100), make_end(2)
     end.link(other.cluster)
     link, control = end.links.get(2), end.links._control
@@ -150,7 +174,7 @@ def test_a_host_name_that_does_not_exist(end: End) -> None:
     )
 
 
-class _Door:
+class _ClosingPort:
     """A port that closes all connections without letting them in, and counts them."""
 
     def __init__(self) -> None:
@@ -168,7 +192,7 @@ class _Door:
                     return
                 self.knocks += 1  # before the client sees that it is closed
 
-    def __enter__(self) -> _Door:
+    def __enter__(self) -> _ClosingPort:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -181,7 +205,7 @@ class _Door:
 @pytest.mark.parametrize("count", [1, 3])
 def test_connecting_is_tried_as_often_as_the_options_say(make_end: MakeEnd, count: int) -> None:
     end = make_end(1, listen="", link_retry_count=count)
-    with _Door() as door:
+    with _ClosingPort() as door:
         why = f"cluster 2 at {door.address}: authenticate: the peer has disconnected"
         end.check_link_fails(ClusterInfo(2, door.address), LLMStatusCode.LLM_LINK_FAILED, why)
         assert door.knocks == count
@@ -215,7 +239,7 @@ def test_a_peer_that_starts_late_is_found(make_end: MakeEnd, end: End) -> None:
     assert end.state(2) is LinkState.LINKED
 
 
-def test_a_silent_listener(end: End) -> None:
+def test_a_silent_listener_is_a_timeout(end: End) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         cluster = ClusterInfo(2, f"127.0.0.1:{silent.getsockname()[1]}")
         (result,) = end.links.link([cluster], 200)
@@ -224,7 +248,7 @@ def test_a_silent_listener(end: End) -> None:
     assert int(waited) <= 200  # the rest after connecting
 
 
-def test_another_cluster_listens_there(make_end: MakeEnd, end: End) -> None:
+def test_an_answer_of_another_cluster_is_refused(make_end: MakeEnd, end: End) -> None:
     other = make_end(2)
     end.check_link_fails(
         ClusterInfo(3, other.address),
@@ -235,7 +259,7 @@ def test_another_cluster_listens_there(make_end: MakeEnd, end: End) -> None:
 
 
 @pytest.mark.parametrize("remote", [("localhost", "localhost"), ("[::1]", "::1")])
-def test_names_and_ipv6(make_end: MakeEnd, remote: tuple[str, str]) -> None:
+def test_addresses_may_be_names_and_ipv6(make_end: MakeEnd, remote: tuple[str, str]) -> None:
     if remote[1] == "::1" and not _has_ipv6():
         pytest.skip("no IPv6 on this machine")
     other = make_end(2, listen=f"{remote[0]}:0")
@@ -261,7 +285,7 @@ class _Unconnectable(LocalTransport):
         raise LLMException("no route", status_code=LLMStatusCode.LLM_LINK_FAILED)
 
 
-def test_no_transport_in_common(make_end: MakeEnd, end: End) -> None:
+def test_engines_without_a_common_transport_are_refused(make_end: MakeEnd, end: End) -> None:
     other = make_end(2, transports=[_Unreachable()])
     why = "no transport between cluster 2 and cluster 1: local: cluster 2: the cable is missing"
     end.check_link_fails(other.cluster, LLMStatusCode.LLM_LINK_FAILED, why)
@@ -284,7 +308,7 @@ def test_the_initiator_cannot_reach_the_peer(make_end: MakeEnd, end: End) -> Non
     assert (one.state(1), end.state(3)) == (None, None)
 
 
-def test_one_link_too_many(make_end: MakeEnd) -> None:
+def test_the_number_of_links_is_limited(make_end: MakeEnd) -> None:
     one, ends = make_end(1, max_links=2), [make_end(number) for number in (2, 3, 4)]
     one.link(*(end.cluster for end in ends[:2]))
     code = LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT
@@ -294,7 +318,7 @@ def test_one_link_too_many(make_end: MakeEnd) -> None:
     ends[2].link(one.cluster)
 
 
-def test_64_peers(make_end: MakeEnd, end: End) -> None:
+def test_64_peers_are_linked(make_end: MakeEnd, end: End) -> None:
     others = [make_end(100 + i) for i in range(64)]
     end.link(*(other.cluster for other in others))
     assert end.links.live() == 64
@@ -323,7 +347,7 @@ class TestBadArguments:
             ("127.0.0.1:0", "port 0 cannot be linked to"),
         ],
     )
-    def test_addresses(self, end: End, remote: Any, message: str) -> None:
+    def test_wrong_addresses_are_refused(self, end: End, remote: Any, message: str) -> None:
         with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
             end.links.link([ClusterInfo(2, remote)], 1000)
 
@@ -345,12 +369,12 @@ class TestBadArguments:
         info = ClusterInfo(np.int64(2), IpInfo("127.0.0.1", np.uint16(7)))
         assert repr(info) == repr(ClusterInfo(2, IpInfo("127.0.0.1", 7)))
 
-    def test_this_cluster_itself(self, end: End) -> None:
+    def test_this_cluster_itself_is_refused(self, end: End) -> None:
         with pytest.raises(LLMException, match="remote_cluster_id=1 is this engine's own"):
             end.links.link([end.cluster], 1000)
 
     @pytest.mark.parametrize("call", ["link", "unlink"])
-    def test_no_clusters_and_no_time(self, end: End, call: str) -> None:
+    def test_no_clusters_and_no_time_are_refused(self, end: End, call: str) -> None:
         act = getattr(end.links, call)
         with pytest.raises(LLMException, match="clusters is empty"):
             act([], 1000)
@@ -378,9 +402,14 @@ class TestBadArguments:
             IpInfo("::1", 65536)
 
 
+def _raised(text: tuple[str, ...], status: LLMStatusCode, spans: Any) -> LLMException:
+    with pytest.raises(LLMException) as caught:
+        raise LLMException(*text, status_code=status, unconfirmed=spans)
+    return caught.value
+
+
 def _refused_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def _has_ipv6() -> bool:

@@ -116,8 +116,10 @@ def hello(cluster_id: int, instance: bytes = INSTANCE) -> Hello:
     ("instance", "death", "ends"),
     [(INSTANCE, "", True), (OTHER, "", False), (OTHER, "it is dead", True)],
 )
-def test_a_handshake_that_was_begun_before(instance: bytes, death: str, ends: bool) -> None:
-    """It ends if the same process or a dead one began it; another living process keeps it."""
+def test_an_earlier_handshake_ends_unless_its_process_lives(
+    instance: bytes, death: str, ends: bool
+) -> None:
+    """A handshake ends if the same process or a dead one began it, but not that of a living one."""
     before = SimpleNamespace(instance=instance, death=lambda: death)
     made, failed = acceptor(1, accepting={5: before})
     made._end_unconfirmed(hello(6))

@@ -18,7 +18,7 @@ from tests.links.peer import Peer
 
 MakeEnd = Callable[..., End]
 MakePeer = Callable[..., Peer]
-QUICK = {"heartbeat_interval_ms": 50, "heartbeat_timeout_ms": 300}
+QUICK = {"heartbeat_interval_ms": 50, "heartbeat_timeout_ms": 1000}
 PATIENT = {"heartbeat_interval_ms": 20_000, "heartbeat_timeout_ms": 60_000}
 
 BECOME = """
@@ -98,6 +98,15 @@ def take_place(
     return peer.run(TAKE_PLACE, cluster=cluster, instance=instance, timeout_ms=timeout_ms)
 
 
+def take_place_soon(peer: Peer, cluster: ClusterInfo, instance: str) -> Any:
+    """Call `take_place` with the shortest timeout in which this machine gets an answer."""
+    for timeout_ms in (300, 3000, 20_000):
+        taken = take_place(peer, cluster, instance, timeout_ms)
+        if taken[0] != "LLM_LINK_FAILED":
+            break
+    return taken
+
+
 @pytest.mark.parametrize("begins", ["one", "peer"])
 @pytest.mark.parametrize(
     ("over_tcp", "keyless"),
@@ -142,7 +151,8 @@ def test_an_engine_that_lost_its_side_proves_that_it_is_the_same(
         cable.cut()
         lost.wait_for(1, "BROKEN")
         assert end.state(2) is LinkState.LINKED
-        assert take_place(other, end.cluster, end.status(2).instance, 500)[0] == "LLM_ALREADY_LINK"
+        taken = take_place_soon(other, end.cluster, end.status(2).instance)
+        assert taken[0] == "LLM_ALREADY_LINK"
         lost.link(end.cluster)
     assert end.links.get(2) is not first
     assert "the peer has linked again" in end.wait_for(2, "BROKEN")
@@ -173,7 +183,7 @@ def test_a_stopped_peer_keeps_its_place_until_its_heartbeat_is_late(
     peer.link(end.cluster)
     peer.stop()
     try:
-        status, error, _ = take_place(other, end.cluster, end.status(2).instance, 300)
+        status, error, _ = take_place_soon(other, end.cluster, end.status(2).instance)
         assert (status, end.state(2)) == ("LLM_ALREADY_LINK", LinkState.LINKED)
         assert "which has not answered a ping yet" in error
     finally:

@@ -88,3 +88,22 @@ def test_a_release_that_is_refused_is_not_sent_again(conversation: Conversation)
     assert is_idle(conversation, link)
     assert conversation.far.next() == ("request", RELEASE)
     assert conversation.far.heard.empty()
+
+
+def test_a_release_that_is_asked_for_twice_is_sent_once(conversation: Conversation) -> None:
+    """An interrupt may end the wait for the first one."""
+    may_answer = asyncio.Event()
+
+    async def answer(_channel: Channel, _body: Body) -> Body:
+        await may_answer.wait()
+        return Released()
+
+    conversation.far.answer = answer
+    link = LinkLifecycle(2)
+    claims = Claims(link, conversation.loop, asyncio.Semaphore(2), DEADLINE_S)
+    for _ in range(2):
+        claims.release(conversation.channel, RELEASE, 0.0)
+    assert conversation.far.next() == ("request", RELEASE)
+    conversation.far_loop.call_soon(may_answer.set)
+    assert is_idle(conversation, link)
+    assert conversation.far.heard.empty()

@@ -9,13 +9,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from kvplan import LLMException, LLMStatusCode
+from kvplan.control.endpoint import MAX_PATH
+from kvplan.engine.options import Options
 from kvplan.links import LinkState, RegisterMemStatus
-from kvplan.links.rendezvous import Location, locate, socket_directory
+from kvplan.links.rendezvous import Location, locate, meeting_point, socket_directory
 from kvplan.system.users import runtime_directory
 from tests.links.end import End
 from tests.links.peer import Peer
@@ -51,7 +54,7 @@ def test_sockets_are_in_the_absolute_runtime_directory(
 
 
 @pytest.mark.parametrize("order", [[1, 2], [2, 1]])
-def test_two_processes(
+def test_two_processes_find_each_other(
     make_end: MakeEnd, make_peer: Callable[..., Peer], comm_dir: str, order: list[int]
 ) -> None:
     end = make_end(order[0], listen="", comm_dir=comm_dir)
@@ -160,7 +163,7 @@ def test_a_member_that_never_arrives(make_end: MakeEnd, comm_dir: str) -> None:
     assert settle(end, comm_id) is FAILED
     why = (
         r"the last attempt failed: communicator 'alone': clusters \[2\] have not linked within 1 "
-        f"s: cluster 2 has not connected to ipc://{comm_dir}/[0-9a-f]{{16}}-1; a member in another "
+        f"s: cluster 2 has not connected to ipc://{comm_dir}/[0-9a-f]{{18}}; a member in another "
     )
     with pytest.raises(LLMException, match=f"cluster 2 is not linked; {why}"):
         end.links.get(2)
@@ -217,7 +220,7 @@ def test_unlink_while_preparing(make_end: MakeEnd, comm_dir: str) -> None:
     assert [settle(end, 2) for end in (one, two)] == [OK, OK]
 
 
-def test_a_member_that_dies(
+def test_a_member_that_dies_ends_the_communicator(
     make_end: MakeEnd, make_peer: Callable[..., Peer], comm_dir: str
 ) -> None:
     end = make_end(2, listen="", comm_dir=comm_dir)
@@ -232,6 +235,39 @@ def test_a_member_that_dies(
     again = make_peer(1, listen="", comm_dir=comm_dir)  # the old socket is still there
     again.run("end.links.comm_link('name', {1: 0, 2: 1})")
     assert settle(end, end.links.comm_link("name", {1: 0, 2: 1})) is OK
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("a bug"),
+        LLMException("in use", status_code=LLMStatusCode.LLM_LINK_BUSY),
+        LLMException("no answer", status_code=LLMStatusCode.LLM_UNLINK_FAILED),
+    ],
+    ids=str,
+)
+def test_only_an_error_at_this_end_keeps_a_communicator(
+    make_end: MakeEnd, comm_dir: str, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A link that has ended at this end does not keep it, though the peer may not know."""
+    one, two = (make_end(i, listen="", comm_dir=comm_dir) for i in (1, 2))
+    for end in (one, two):
+        end.links.comm_link("name", {1: 0, 2: 1})
+    assert settle(one, 1) is OK
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(one.links._rendezvous._unlinker, "unlink", refuse)
+    if "no answer" in str(error):
+        one.links.comm_unlink(1)
+    else:
+        with pytest.raises(type(error), match=str(error.args[0])):
+            one.links.comm_unlink(1)
+        assert one.links.comm_status(1) is OK
+        monkeypatch.undo()
+        one.links.comm_unlink(1)
+    _refuse_not_linked(one, 1)
 
 
 def test_transfers_in_flight_keep_the_communicator(make_end: MakeEnd, comm_dir: str) -> None:
@@ -285,7 +321,7 @@ def test_an_unlink_that_is_interrupted_ends_the_preparation(
 def test_an_engine_of_another_communicator_of_that_name_is_refused(
     make_end: MakeEnd, comm_dir: str
 ) -> None:
-    """That engine connects to the members' meeting point, and does not disturb them."""
+    """The other engine connects to the meeting point of the members, and does not disturb them."""
     one, two = (make_end(i, comm_dir=comm_dir) for i in (1, 2))
     other = make_end(3, comm_dir=comm_dir, link_total_time=1)
     for end in (one, two):
@@ -298,7 +334,7 @@ def test_an_engine_of_another_communicator_of_that_name_is_refused(
     assert [one.state(2), one.state(3), other.state(1)] == [LinkState.LINKED, None, None]
 
 
-def test_linked_by_address_already(make_end: MakeEnd, comm_dir: str) -> None:
+def test_members_may_be_linked_by_address_before(make_end: MakeEnd, comm_dir: str) -> None:
     one, two = (make_end(i, comm_dir=comm_dir, link_total_time=5) for i in (1, 2))
     one.link(two.cluster)
     for end in (one, two):
@@ -317,6 +353,7 @@ class TestBadArguments:
         [
             (("", {1: 0, 2: 1}), r"comm_name has 0 characters; \[1, 127\] are allowed"),
             (("n" * 128, {1: 0, 2: 1}), "comm_name has 128 characters"),
+            (("\ud800", {1: 0, 2: 1}), "comm_name='.ud800' is not Unicode text"),
             (("n", {1: 0}), r"cluster_rank_info has 1 member; \[2, 4\] are allowed"),
             (("n", dict.fromkeys(range(5), 0)), "cluster_rank_info has 5 members"),
             (("n", {1: 1, 2: 0}), "its ranks must not decrease"),
@@ -374,7 +411,7 @@ class TestBadArguments:
         self, make_end: MakeEnd, tmp_path: Path, mode: int
     ) -> None:
         """Others could replace the directory, but not in a sticky one."""
-        shared, between = tmp_path / "shared", tmp_path / "shared" / "between"
+        shared, between = tmp_path / "s", tmp_path / "s" / "b"  # short: `comm_dir` has a limit
         between.mkdir(parents=True)
         shared.chmod(mode)
         end = make_end(1, listen="", comm_dir=str(between / "own"))
@@ -428,3 +465,62 @@ def _refuse_not_linked(end: End, comm_id: int) -> None:
     for act in (end.links.comm_status, end.links.comm_unlink):
         with refused(LLMStatusCode.LLM_NOT_YET_LINK, f"comm_id={comm_id} is not linked"):
             act(comm_id)
+
+
+def test_a_port_of_a_rank_table_above_65535_is_refused(make_end: MakeEnd) -> None:
+    """Port 65535 is accepted. Of two clusters on different hosts only the lower one uses a port."""
+    servers = [
+        {
+            "server_id": "127.0.0.1",
+            "device": [{"rank_id": "0"}, {"rank_id": "2", "device_id": "4"}],
+        },
+        {"server_id": "127.0.0.2", "device": [{"rank_id": "1", "device_id": "4"}]},
+    ]
+    table = json.dumps({"version": "1.2", "server_list": servers})
+    high = make_end(2, listen="", comm_port=65532)
+    refusal = (
+        r"rank_table: device_id=4 is out of range \[0, 3\]: members on other hosts meet at port "
+        r"comm_port=65532 \+ device_id"
+    )
+    for members in ({1: 1, 2: 2}, {1: 0, 2: 1, 3: 2}):
+        with refused("LLM_PARAM_INVALID", refusal):
+            high.links.comm_link("name", members, table)
+    for members in ({1: 0, 2: 2}, {1: 0, 2: 1}):
+        high.links.comm_unlink(high.links.comm_link("name", members, table))
+    lower = make_end(4, listen="", comm_port=65531)
+    lower.links.comm_unlink(lower.links.comm_link("name", {1: 1, 4: 2}, table))
+
+
+def test_a_directory_that_is_spoiled_while_members_are_awaited_fails(
+    make_end: MakeEnd, comm_dir: str
+) -> None:
+    end = make_end(1, listen="", comm_dir=comm_dir, link_total_time=2)
+    comm_id = end.links.comm_link("name", {1: 0, 2: 1})
+    while not any(path.is_socket() for path in Path(comm_dir).glob("*")):
+        os.sched_yield()
+    Path(comm_dir).chmod(0o755)
+    assert settle(end, comm_id) is FAILED
+    with pytest.raises(LLMException, match="has mode 0755"):
+        end.links.get(2)
+
+
+@pytest.mark.parametrize("texts", [(), ("",)])
+def test_a_preparation_that_fails_without_a_text_fails(
+    make_end: MakeEnd, comm_dir: str, monkeypatch: pytest.MonkeyPatch, texts: tuple[str, ...]
+) -> None:
+    end = make_end(1, listen="", comm_dir=comm_dir)
+    monkeypatch.setattr(
+        "kvplan.links.rendezvous.check_above", Mock(side_effect=LLMException(*texts))
+    )
+    assert settle(end, end.links.comm_link("name", {1: 0, 2: 1})) is FAILED
+
+
+@pytest.mark.parametrize("cluster_id", [1, 2**64 - 1])
+def test_sockets_of_any_cluster_have_room_in_the_longest_directory(
+    cluster_id: int,
+) -> None:
+    options = Options.of({"kvplan.comm_dir": "/" + "a" * 87})
+    here = Location("", 0)
+    path = meeting_point(here, here, "n" * 127, cluster_id, options).path
+    assert path is not None
+    assert len(path) == MAX_PATH

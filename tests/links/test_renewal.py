@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvplan import LLMException, LLMStatusCode
+from kvplan.control.messages import Renew
 from kvplan.links import LinkState
 from kvplan.transport.local import LocalTransport
 from tests.links.end import DEADLINE_S, End
@@ -41,14 +43,14 @@ def pair(make_end: MakeEnd) -> Pair:
     return Pair(make_end)
 
 
-def ask(connection: Connection) -> None:
+def ask(connection: Connection, timeout_ms: float | None = None) -> None:
     assert connection.request_renewal is not None
-    connection.request_renewal()
+    connection.request_renewal(timeout_ms)
 
 
-def refusal_of(connection: Connection) -> LLMException:
+def refusal_of(connection: Connection, timeout_ms: float | None = None) -> LLMException:
     with pytest.raises(LLMException) as refused:
-        ask(connection)
+        ask(connection, timeout_ms)
     return refused.value
 
 
@@ -110,7 +112,7 @@ def test_a_failure_at_one_end_leaves_both_ends_as_they_were(
 def test_no_end_waits_for_a_generation_that_one_cannot_open(
     pair: Pair, asker: int, failing: int, error: Exception
 ) -> None:
-    """Nothing could end that wait, during which bound memory cannot be freed."""
+    """An endless wait would keep bound memory from being freed."""
     pair.connections[failing].open_refusal = error
     refused = refusal_of(pair.connections[asker])
     assert refused.status_code == LLMStatusCode.LLM_LINK_FAILED
@@ -158,6 +160,36 @@ def test_a_connection_that_is_made_after_its_renewal_has_failed_is_given_up(pair
     assert one.made == [1]
 
 
+def test_a_peer_begins_only_a_few_renewals_at_a_time(pair: Pair) -> None:
+    one = pair.connections[0]
+    one.begins.clear()
+    link = pair.one.links.get(2)
+    assert link.renewals is not None
+    renewals = link.renewals
+
+    async def begin() -> list[int]:
+        for generation in (*range(1, 8), 3):
+            renewals.on_notice(Renew(generation, b"newest"))
+        return [*renewals._attempts]
+
+    begun = renewals._control.run(begin())
+    one.begins.set()
+    assert begun == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("asker", [0, 1])
+def test_facts_about_memory_of_the_old_connection_are_dropped(pair: Pair, asker: int) -> None:
+    links = pair.one.links.get(2), pair.two.links.get(1)
+    before = [link.pairs for link in links]
+    ask(pair.connections[asker])
+    assert links[asker].pairs is not before[asker]
+    pair.wait_until_both_use(1)
+    other = links[1 - asker].renewals
+    assert other is not None
+    other._control.run(asyncio.sleep(0))  # after the step of the loop that has adopted it
+    assert links[1 - asker].pairs is not before[1 - asker]
+
+
 def test_no_end_waits_for_a_peer_that_does_not_answer(make_end: MakeEnd) -> None:
     pair = Pair(make_end, wait_ms=100)
     one, two = pair.connections
@@ -168,11 +200,14 @@ def test_no_end_waits_for_a_peer_that_does_not_answer(make_end: MakeEnd) -> None
     pair.wait_until_both_use(1)
 
 
-def test_a_call_that_times_out_leaves_the_renewal_running(make_end: MakeEnd) -> None:
-    pair = Pair(make_end, wait_ms=1)
+@pytest.mark.parametrize(("wait_ms", "timeout_ms"), [(1, None), (3_600_000, 1.0), (1, 0.0)])
+def test_a_call_that_times_out_leaves_the_renewal_running(
+    make_end: MakeEnd, wait_ms: int, timeout_ms: float | None
+) -> None:
+    pair = Pair(make_end, wait_ms=wait_ms)
     one, two = pair.connections
     two.holds.clear()
-    error = refusal_of(one)
+    error = refusal_of(one, timeout_ms)
     assert error.status_code == LLMStatusCode.LLM_TIMEOUT
     assert "was not renewed in time" in str(error)
     assert "the renewal continues" in str(error)
@@ -209,7 +244,7 @@ def test_finalize_while_a_renewal_waits_for_the_peer(pair: Pair) -> None:
         two.holds.set()
 
 
-def test_connections_that_are_not_used_any_more_are_published(pair: Pair) -> None:
+def test_unused_connections_are_published(pair: Pair) -> None:
     one, two = pair.connections
     one.notify_unused(0)
     two.wait_until(lambda: two.unused_there == [0])

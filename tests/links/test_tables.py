@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,7 @@ from kvplan.links.peer_table import PeerCache, PeerTable, find_by_address
 from kvplan.links.publisher import PublishedTable, Publisher
 from kvplan.status import LLMStatusCode
 from kvplan.transport.transport import Offered
+from tests.control.conversation import DEADLINE_S
 from tests.links.end import DESC, End
 from tests.links.peer import Peer
 from tests.support.refusals import refused
@@ -53,7 +55,7 @@ def test_caches_from_before_and_after_linking(end: End, peer: Peer) -> None:
     after = peer.run(
         "e = end.registry.allocate(DESC, paged=True, keys=[kvplan.BlocksCacheKey(2, 9)])",
         "from kvplan.engine.memory import tensor_arrays",
-        "[it.fill(7) for it in tensor_arrays(DESC, e.memory)]; result = e.cache.cache_id",
+        "[tensor.fill(7) for tensor in tensor_arrays(DESC, e.memory)]; result = e.cache.cache_id",
     )
     link = end.links.get(2)
     assert link.cache(CacheIndex(2, before)).paged is False
@@ -112,7 +114,7 @@ def test_the_error_for_an_unknown_cache_lists_the_offered_ones(pair: tuple[End, 
         one.links.get(2).cache(BlocksCacheKey(2, 4))
 
 
-def test_of_a_peer_that_offers_none_the_error_says_what_an_offer_needs(
+def test_the_error_for_a_peer_without_caches_says_how_to_offer_one(
     pair: tuple[End, End],
 ) -> None:
     one, two = pair
@@ -414,7 +416,7 @@ class TestMovedLeases:
         assert known._nbytes == 0
 
     def test_a_peer_cannot_have_more_leases_than_a_transport(self) -> None:
-        known, most = PeerTable(1), peer_table.MAX_LEASES
+        known, most = PeerTable(1), peer_table.MAX_MOVED_LEASES
         known.leases.update(dict.fromkeys(range(4, 1 + most), self.lease(1)))
         blobs = tuple(self.lease(number).to_bytes() for number in range(4))
         known.apply(Table(1, False, (), (), blobs[:3]))
@@ -441,3 +443,36 @@ class TestMovedLeases:
             replace(held, cache_id=4),
         ):
             assert link.latest(other) is other
+
+
+def test_each_change_reaches_the_peer_without_a_request(pair: tuple[End, End]) -> None:
+    one, two = pair
+    known = one.links.get(2)._table.by_id
+    give_up = time.monotonic() + DEADLINE_S
+    for cache_id in (1, 2, 3):
+        two.registry.allocate(DESC, paged=False)
+        while cache_id not in known:
+            assert time.monotonic() < give_up
+            time.sleep(0.001)
+    two.registry.deallocate(2)
+    while 2 in known:
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+    assert sorted(known) == [1, 3]
+
+
+def test_memory_is_located_once_for_each_cache_and_use(pair: tuple[End, End]) -> None:
+    one, two = pair
+    link = one.links.get(2)
+    ids = [two.registry.allocate(DESC, paged=False).cache.cache_id for _ in range(2)]
+    caches = [link.cache(CacheIndex(2, cache_id)) for cache_id in ids]
+    uses = [(cache, writable) for cache in caches for writable in (False, True)]
+    first, again = (
+        [link.memory(cache, writable=writable) for cache, writable in uses] for _ in range(2)
+    )
+    assert [*map(id, first)] == [*map(id, again)]
+    assert len({*map(id, first)}) == 4
+    assert link.joined_memory(caches, writable=True) is link.joined_memory(caches, writable=True)
+    assert link.joined_memory(caches, writable=True) is not link.joined_memory(
+        caches, writable=False
+    )

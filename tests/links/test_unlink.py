@@ -129,7 +129,7 @@ def test_force_ends_the_link_at_once_and_the_peer_learns_of_it(end: End, peer: P
     assert peer.state(1) == "LINKED"
 
 
-def test_a_peer_that_does_not_answer(end: End, peer: Peer) -> None:
+def test_unlinking_a_silent_peer_fails_and_ends_this_side(end: End, peer: Peer) -> None:
     end.link(peer.cluster)
     peer.stop()
     (result,) = end.links.unlink([2], 100)
@@ -142,7 +142,7 @@ def test_a_peer_that_does_not_answer(end: End, peer: Peer) -> None:
     assert peer.state(1) == "LINKED"
 
 
-def test_a_peer_that_is_dead(end: End, peer: Peer) -> None:
+def test_a_dead_peer_is_unlinked_at_once(end: End, peer: Peer) -> None:
     end.link(peer.cluster)
     peer.kill()
     end.links.unlink([2], 5000).raise_for_status()

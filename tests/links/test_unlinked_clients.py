@@ -287,7 +287,7 @@ def test_handshakes_whose_transport_blocks_have_few_threads(
         ),
     ],
 )
-def test_hellos_that_are_refused(
+def test_wrong_hellos_are_refused(
     end: End, client: UnlinkedClient, change: dict[str, Any], message: str
 ) -> None:
     with LocalTransport() as transport:
@@ -305,7 +305,7 @@ def test_hellos_that_are_refused(
         (("local",), bytes(16), "the challenge belongs to another handshake"),
     ],
 )
-def test_choices_that_are_refused(
+def test_wrong_choices_are_refused(
     end: End,
     client: UnlinkedClient,
     transports: tuple[str, ...],
@@ -360,44 +360,44 @@ def test_a_table_without_a_link_ends_the_conversation(end: End, client: Unlinked
     assert client.lost.get(timeout=DEADLINE_S) == "cluster 1 has no such link"
 
 
-NOBODY = 65534
+UNPRIVILEGED = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
 @pytest.fixture
-def nobody(make_peer: Callable[..., Peer]) -> Iterator[Peer]:
+def stranger(make_peer: Callable[..., Peer]) -> Iterator[Peer]:
     """A process of cluster 3 that belongs to another user with another home."""
     peer = make_peer(3, listen="")
     with tempfile.TemporaryDirectory() as home:
         Path(home).chmod(0o700)
-        os.chown(home, NOBODY, NOBODY)
+        os.chown(home, UNPRIVILEGED, UNPRIVILEGED)
         peer.run(
             "import os, encodings.idna  # while it may read this Python's folder\n"
             f"os.environ['XDG_STATE_HOME'] = {home!r}\n"
             "os.setgroups([])\n"
-            f"os.setresgid(*[{NOBODY}] * 3)\n"
-            f"os.setresuid(*[{NOBODY}] * 3)\n"
+            f"os.setresgid(*[{UNPRIVILEGED}] * 3)\n"
+            f"os.setresuid(*[{UNPRIVILEGED}] * 3)\n"
         )
         yield peer
 
 
-LINK = "result = [str(it.error) for it in end.links.link([ClusterInfo({}, {!r})], 5000)]"
+LINK = "result = [str(link.error) for link in end.links.link([ClusterInfo({}, {!r})], 5000)]"
 
 
 @needs_root
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "0.0.0.0:0"])
 def test_another_user_of_the_host_is_kept_out(
-    make_end: Callable[..., End], peer: Peer, nobody: Peer, listen: str
+    make_end: Callable[..., End], peer: Peer, stranger: Peer, listen: str
 ) -> None:
-    """That holds at either end. Engines of one user can still link."""
+    """Each end refuses the other user, but engines of one user still link."""
     end = make_end(1, listen=listen)
     address = end.address.replace("0.0.0.0", "127.0.0.1")
-    (error,) = nobody.run(LINK.format(1, address))
+    (error,) = stranger.run(LINK.format(1, address))
     assert "authenticate: the peer has disconnected; it may have another key" in error
-    assert f"this side uses the key of user {NOBODY} (" in error
+    assert f"this side uses the key of user {UNPRIVILEGED} (" in error
     assert "because kvplan.cluster_key_file is not given" in error
     assert peer.run(LINK.format(1, address)) == ["None"]
-    theirs = nobody.run(
+    theirs = stranger.run(
         "from kvplan.control.endpoint import Endpoint\n"
         "end.links.listen(Endpoint.parse('127.0.0.1:0')); result = str(end.links.endpoint)"
     )
@@ -414,7 +414,7 @@ def test_users_that_share_a_key_file_link(
     ClusterKey.generate().save(file)
     end = make_end(1, cluster_key_file=file)
     sharing = make_peer(2, listen="", cluster_key_file=file)
-    sharing.run(f"import os, encodings.idna; os.setresuid(*[{NOBODY}] * 3)")
+    sharing.run(f"import os, encodings.idna; os.setresuid(*[{UNPRIVILEGED}] * 3)")
     # The peers have authenticated. The rights that the local transport needs are not tested here.
     (said,) = sharing.run(LINK.format(1, end.address))
     assert "authenticate" not in said
@@ -435,7 +435,7 @@ def test_an_address_of_the_network_needs_no_key(make_end: Callable[..., End], pe
         peer.run("end.links.unlink([1], 5000).raise_for_status()")
 
 
-def test_a_forked_child_has_no_part_in_it(end: End, peer: Peer) -> None:
+def test_a_forked_child_has_no_part_in_links(end: End, peer: Peer) -> None:
     end.link(peer.cluster)
     errors = peer.run(
         """

@@ -16,7 +16,7 @@ IdlePeers = dict[Environment, list[Peer]]
 
 
 def options(**more: str) -> dict[str, str]:
-    """Of a client with cache manager and both pools."""
+    """Return the options of a client with cache manager and both pools."""
     config = LLMConfig()
     config.enable_cache_manager = True
     config.mem_pool_cfg = config.host_mem_pool_cfg = '{"memory_size": 8388608}'
@@ -25,7 +25,7 @@ def options(**more: str) -> dict[str, str]:
 
 @pytest.fixture
 def make_datadist() -> Iterator[MakeDataDist]:
-    """Makes the initialized LLMDataDist of this process, and finalizes it."""
+    """A function that initializes the LLMDataDist of this process; the fixture finalizes it."""
     with ExitStack() as held:
 
         def make(cluster_id: int = 2, **more: str) -> LLMDataDist:
@@ -39,7 +39,7 @@ def make_datadist() -> Iterator[MakeDataDist]:
 
 @pytest.fixture(scope="session")
 def idle_peers() -> Iterator[IdlePeers]:
-    """Processes without a client: to start one takes longer than most tests.
+    """Processes without a client, because starting one takes longer than most tests.
 
     They differ by the environment that they were started in.
     """
@@ -51,7 +51,7 @@ def idle_peers() -> Iterator[IdlePeers]:
 
 @pytest.fixture
 def make_peer(idle_peers: IdlePeers) -> Iterator[MakePeer]:
-    """Makes peers, each in a process of its own, and ends them."""
+    """A function that makes peers, each in a process of its own; the fixture ends them."""
 
     def give_back(started_in: Environment, peer: Peer) -> None:
         if peer.dead:
@@ -82,7 +82,7 @@ def make_peer(idle_peers: IdlePeers) -> Iterator[MakePeer]:
 
 @pytest.fixture
 def datadist(make_datadist: MakeDataDist) -> LLMDataDist:
-    """Of cluster 2, in remote mode, without a link."""
+    """The client of cluster 2, in remote mode, without a link."""
     return make_datadist(**REMOTE)
 
 

@@ -1,4 +1,4 @@
-"""Contents of caches, reached by their addresses: what clients of the original have."""
+"""Contents of caches, reached by their addresses, as clients of the official package do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Arrays = list[NDArray[np.uint8]]
 
 
 def views(cache: Any) -> Arrays:
-    """The bytes of each tensor of a Cache, of shape (rows, bytes of a row)."""
+    """Return the bytes of each tensor of a Cache, of shape (rows, bytes of a row)."""
     desc = cache.cache_desc
     return [
         np.ctypeslib.as_array((ctypes.c_uint8 * desc.size).from_address(address)).reshape(
@@ -23,7 +23,7 @@ def views(cache: Any) -> Arrays:
 
 
 def pattern(seed: int, tensor: int, rows: int, nbytes: int) -> NDArray[np.uint8]:
-    """Bytes of one tensor, of shape (rows, nbytes), which differ for each row and tensor."""
+    """Return bytes of one tensor, of shape (rows, nbytes), different for each row and tensor."""
     generator = np.random.default_rng([seed, tensor])
     return generator.integers(1, 256, (rows, nbytes), dtype=np.uint8)
 

@@ -1,4 +1,4 @@
-"""Descriptions of caches that the tests make."""
+"""Cache descriptions of the tests."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ DEVICE = Placement.DEVICE
 
 
 def desc(num_tensors: int = 4, rows: int = 4, nbytes: int = 32, **more: Any) -> CacheDesc:
-    """Of `rows` slots or blocks of `nbytes` bytes."""
+    """Return a description of `rows` slots or blocks of `nbytes` bytes."""
     return CacheDesc(num_tensors, [rows, nbytes], DataType.DT_UINT8, **more)

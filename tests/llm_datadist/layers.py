@@ -1,4 +1,4 @@
-"""What the tests of transfer_cache_async share: a model that computes, and where its layers go."""
+"""Helpers of tests of transfer_cache_async: a model that computes layers, and destinations."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvplan.llm_datadist import (
 from tests.llm_datadist.contents import pattern, views
 from tests.llm_datadist.peer import Peer
 
-NBYTES = 32  # of a slot; a block has 32 too, and one of `small` 12
-ROW = 3  # that slots go to
+NBYTES = 32  # of a slot and of a block; a block of `small` has 12
+ROW = 3  # the row of the destination's slots
 
 OFFER = """
 cache = manager.allocate_cache(desc(2 * layers, 4))
@@ -32,12 +32,12 @@ result = {name: globals()[name].tensor_addrs for name in ("cache", "paged", "sma
 
 
 class Destinations:
-    """The caches of a peer that layers go to: `cache`, `paged` and `small`.
+    """The destination caches of a peer: `cache`, `paged` and `small`.
 
     Args:
-        peer: which has none yet.
-        remote: whether it is in remote mode.
-        layers: of each cache.
+        peer: A peer without caches.
+        remote: True in remote mode.
+        layers: Number of layers of each cache.
     """
 
     def __init__(self, peer: Peer, *, remote: bool, layers: int) -> None:
@@ -47,7 +47,7 @@ class Destinations:
         self._addresses: dict[str, list[int]] = peer.run(OFFER, layers=layers)
 
     def slot(self, src: range | None = None, dst: range | None = None, row: int = 0) -> Any:
-        """Slot `row` of the source goes to slot ROW of `cache`."""
+        """Return the config that moves slot `row` of the source to slot ROW of `cache`."""
         key = CacheKeyByIdAndIndex(self.peer.cluster_id, 1, ROW)
         return self._config(key, "cache", ROW * NBYTES, src, dst, row)
 
@@ -59,12 +59,12 @@ class Destinations:
         *,
         small: bool = False,
     ) -> Any:
-        """It goes to the blocks of `paged`, or of `small`."""
+        """Return the config that moves a slot to the blocks of `paged`, or of `small`."""
         key = BlocksCacheKey(self.peer.cluster_id, int(small))
         return self._config(key, "small" if small else "paged", 0, src, dst, row)
 
     def bytes_of(self, cache: str) -> NDArray[np.uint8]:
-        """What is there now, of shape (tensors, rows, bytes of a row)."""
+        """Return the current bytes of a cache, of shape (tensors, rows, bytes of a row)."""
         return self.peer.bytes_of(cache)
 
     def _config(
@@ -74,18 +74,18 @@ class Destinations:
         if self._remote:
             return TransferWithCacheKeyConfig(key, src or whole, dst or src or whole, row)
         layers = dst or src or whole
-        found = self._addresses[name][2 * layers.start : 2 * layers.stop]
+        addresses = self._addresses[name][2 * layers.start : 2 * layers.stop]
         return TransferConfig(
-            self.peer.cluster_id, [item + offset for item in found], src, src_batch_index=row
+            self.peer.cluster_id, [item + offset for item in addresses], src, src_batch_index=row
         )
 
 
 class Computing(LayerSynchronizer):
-    """Computes a layer of a cache when it is asked for, and says that it is there.
+    """A synchronizer that computes each requested layer of a cache, and returns True.
 
     Args:
-        cache: all of its rows are computed.
-        at: what happens at a layer instead of saying so.
+        cache: The cache whose rows are all computed.
+        at: Functions by layer, whose result is returned instead of True.
     """
 
     def __init__(self, cache: Cache, at: dict[int, Callable[[], Any]] | None = None) -> None:
@@ -95,7 +95,7 @@ class Computing(LayerSynchronizer):
 
     @property
     def layers(self) -> list[int]:
-        """That it was asked for, in this order."""
+        """The requested layers, in their order."""
         return [layer for layer, _ in self.calls]
 
     def synchronize_layer(self, *arguments: Any) -> Any:
@@ -108,5 +108,5 @@ class Computing(LayerSynchronizer):
         return self._at[layer]() if layer in self._at else True
 
     def expected(self, row: int | Sequence[int] = 0) -> NDArray[np.uint8]:
-        """What rows of all tensors hold now."""
+        """Return the current bytes of a row, or of several, of all tensors."""
         return np.stack([array[row] for array in self._arrays])

@@ -1,4 +1,4 @@
-"""The tests' side of peer_process.py: a program of official names in another process."""
+"""The tests' side of peer_process.py: a program with official names in another process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ REQUEST = {"llm.EnableRemoteCacheAccessible": "0"}
 
 
 class Peer(peer.Peer):
-    """An LLMDataDist `datadist` with its `manager`, in a process of its own.
+    """A process with an LLMDataDist `datadist` and its `manager`.
 
     Args:
-        cluster_id: of it.
-        role: name of an LLMRole.
-        options: beside those that `start` of peer_process.py sets.
+        cluster_id: Cluster id of the LLMDataDist.
+        role: Name of an LLMRole.
+        options: Options in addition to those of `start` in peer_process.py.
     """
 
     module = "tests.llm_datadist.peer_process"
@@ -31,7 +31,7 @@ class Peer(peer.Peer):
         self.start(cluster_id, role, **options)
 
     def start(self, cluster_id: int, role: str = "PROMPT", **options: str) -> None:
-        """Let it have a client, if it is new or has ended the one before."""
+        """Make a client in a process that has none."""
         self.cluster_id = cluster_id
         self.address = self.run(
             """
@@ -45,22 +45,22 @@ class Peer(peer.Peer):
         )
 
     def forget(self) -> None:
-        """End its client, and all that was made there."""
+        """Finalize the client, and delete all that the test has made in the process."""
         self.run("forget()")
 
     @property
     def info(self) -> LLMClusterInfo:
-        """What others link to it with."""
+        """The cluster info by which others link to the peer."""
         return cluster_info(self.cluster_id, self.address)
 
     def bytes_of(self, cache: str) -> NDArray[np.uint8]:
-        """What a cache of it holds, of shape (tensors, rows, bytes of a row)."""
+        """Return the bytes of a cache of the peer, of shape (tensors, rows, bytes of a row)."""
         found: NDArray[np.uint8] = self.run(f"result = np.stack(views({cache}))")
         return found
 
 
 def cluster_info(cluster_id: int, address: str) -> LLMClusterInfo:
-    """How a cluster that listens at "ip:port" is named."""
+    """Return the cluster info of a cluster that listens at "ip:port" of 127.0.0.1."""
     info = LLMClusterInfo()
     info.remote_cluster_id = cluster_id
     ip, _, port = address.partition(":")
@@ -70,6 +70,6 @@ def cluster_info(cluster_id: int, address: str) -> LLMClusterInfo:
 
 
 def link(datadist: LLMDataDist, *peers: Peer) -> None:
-    """Link with all of them."""
+    """Link with all of the peers."""
     codes: Any = datadist.link_clusters([item.info for item in peers], 10_000)
     assert codes == (LLMStatusCode.LLM_SUCCESS, [LLMStatusCode.LLM_SUCCESS] * len(peers))

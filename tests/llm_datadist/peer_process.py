@@ -1,4 +1,4 @@
-"""What a `Peer` has: official names only."""
+"""The names that snippets in a `Peer` can use: official names only."""
 
 import gc
 from typing import Any
@@ -31,11 +31,11 @@ def desc(num_tensors, rows, nbytes=32, **more):
 
 
 def names() -> dict[str, Any]:
-    """One client after another."""
+    """Return the names; one client follows another."""
     known: dict[str, Any] = {name: getattr(llm_datadist, name) for name in NAMES.split()}
 
     def forget() -> None:
-        """End the client, and all that a test has made."""
+        """Finalize the client, and delete all that a test has made."""
         if LLMDataDist.llm_engine_instance is not None:
             LLMDataDist.llm_engine_instance.finalize()
         for key in known.keys() - kept:

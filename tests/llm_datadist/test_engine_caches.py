@@ -1,4 +1,4 @@
-"""Caches of one process: allocated, registered, given back; copied and swapped."""
+"""Caches of one process: allocation, registration, release, copies and swaps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def addresses(arrays: list[np.ndarray[Any, Any]]) -> list[int]:
     return [array.ctypes.data for array in arrays]
 
 
-def test_ids_rise_with_each_attempt(manager: CacheManager) -> None:
+def test_cache_ids_rise_with_each_attempt(manager: CacheManager) -> None:
     assert manager.allocate_cache(desc()).cache_id == 1
     with refused(LLMStatusCode.LLM_OUT_OF_MEMORY):
         manager.allocate_cache(desc(rows=2**20, nbytes=2**10))
@@ -62,7 +62,7 @@ def test_the_attributes_of_a_cache(manager: CacheManager) -> None:
     assert registered.tensor_addrs == addresses(arrays)
 
 
-def test_what_is_deallocated_has_no_addresses(manager: CacheManager) -> None:
+def test_a_deallocated_cache_has_no_addresses(manager: CacheManager) -> None:
     contiguous, paged = manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc())
     with refused("LLM_PARAM_INVALID"):
         manager.deallocate_cache(paged)
@@ -89,14 +89,14 @@ def test_a_pool_is_needed_for_each_placement(make_datadist: MakeDataDist) -> Non
 def test_keys_of_an_allocated_cache(manager: CacheManager) -> None:
     one, two, padding = CacheKey(1, 1), CacheKey(1, 2), CacheKey(1, NO_ID)
     first = manager.allocate_cache(desc(), [one, padding, padding])
-    with refused("LLM_PARAM_INVALID"):  # of whatever cluster
+    with refused("LLM_PARAM_INVALID"):  # whichever cluster the key names
         manager.allocate_cache(desc(), (CacheKey(7, 1),))
     with refused("LLM_PARAM_INVALID"):
         manager.allocate_cache(desc(), [two, two])
     with refused("LLM_PARAM_INVALID"):
         manager.allocate_cache(desc(rows=1), [two, padding])
     manager.deallocate_cache(first)
-    with refused("LLM_PARAM_INVALID"):  # it lives by its key
+    with refused("LLM_PARAM_INVALID"):  # the cache lives as long as its key
         manager.allocate_cache(desc(), [one])
     manager.remove_cache_key(one)
     manager.remove_cache_key(one)
@@ -141,10 +141,10 @@ def test_addresses_that_cannot_be_registered(manager: CacheManager) -> None:
         register(desc(), found)
 
 
-def test_registered_caches_end(manager: CacheManager) -> None:
+def test_registered_caches_can_be_unregistered(manager: CacheManager) -> None:
     arrays = tensors()
     cache = manager.register_cache(desc(), addresses(arrays), [CacheKey(1, 5)])
-    manager.remove_cache_key(CacheKey(1, 5))  # it stays: registered
+    manager.remove_cache_key(CacheKey(1, 5))  # a registered cache stays
     with refused("LLM_PARAM_INVALID"):
         manager.register_cache(desc(), addresses(arrays), [CacheKey(1, 5)])
     manager.unregister_cache(cache.cache_id)
@@ -190,7 +190,7 @@ def test_copy_cache_goes_from_the_second_to_the_first(manager: CacheManager) -> 
 
 
 @pytest.mark.parametrize(
-    ("more", "error"),
+    ("options", "error"),
     [
         ({"size": 0}, None),
         ({"size": -2}, None),
@@ -207,11 +207,11 @@ def test_copy_cache_goes_from_the_second_to_the_first(manager: CacheManager) -> 
         ({"src": None}, TypeError),
     ],
 )
-def test_copies_that_cannot_be(
-    manager: CacheManager, more: dict[str, Any], error: type[Exception] | None
+def test_invalid_copies_are_refused(
+    manager: CacheManager, options: dict[str, Any], error: type[Exception] | None
 ) -> None:
     cache = manager.allocate_cache(desc())
-    args = {"dst": cache, "src": cache, "dst_batch_index": 1} | more
+    args = {"dst": cache, "src": cache, "dst_batch_index": 1} | options
     if error is None:
         with refused("LLM_PARAM_INVALID"):
             manager.copy_cache(**args)
@@ -229,7 +229,7 @@ def test_only_slots_are_copied_as_slots(manager: CacheManager) -> None:
     with refused("LLM_PARAM_INVALID"):
         manager.copy_blocks(slots, {0: [1]})
     with pytest.raises(TypeError):
-        manager.copy_cache(slots, slots, True)  # a bool is not a slot
+        manager.copy_cache(slots, slots, True)  # a bool does not name a slot
 
 
 def test_copy_blocks(manager: CacheManager) -> None:
@@ -239,7 +239,8 @@ def test_copy_blocks(manager: CacheManager) -> None:
     manager.copy_blocks(cache, {})
     manager.copy_blocks(cache, {0: []})
     assert all((a == b).all() for a, b in zip(arrays, before, strict=True))
-    manager.copy_blocks(cache, {0: [4, 5], 1: [5, 6], 2: [7, 7]})  # 5: the last wins
+    # block 5 comes twice: the last source wins
+    manager.copy_blocks(cache, {0: [4, 5], 1: [5, 6], 2: [7, 7]})
     for now, was in zip(arrays, before, strict=True):
         assert (now[4:] == was[[0, 1, 1, 2]]).all()
         assert (now[:4] == was[:4]).all()
@@ -272,7 +273,7 @@ def test_a_copy_of_a_block_to_itself_hides_no_other(
         assert (now == was[expected]).all()
 
 
-def test_a_block_that_is_not_there_is_no_copy_to_itself(manager: CacheManager) -> None:
+def test_a_copy_of_a_missing_block_to_itself_is_refused(manager: CacheManager) -> None:
     with refused("LLM_PARAM_INVALID"):
         manager.copy_blocks(manager.allocate_blocks_cache(desc()), {4: [4]})
 
@@ -289,13 +290,13 @@ def test_swap_blocks_in_and_out(manager: CacheManager) -> None:
     clear(device)
     manager.swap_blocks(src_cache=host, dst_cache=device, src_to_dst={0: 3, 5: 3, 1: 0})
     for theirs, ours in zip(host_arrays, given, strict=True):
-        assert (ours[3] == theirs[5]).all()  # the last wins
+        assert (ours[3] == theirs[5]).all()  # the last source wins
         assert not ours[[0, 1, 2, 4, 5, 6, 7]].any()
     manager.swap_blocks(host, device, {})
     manager.swap_blocks(host, manager.allocate_blocks_cache(desc()), {0: 0})
 
 
-def test_swaps_that_cannot_be(manager: CacheManager) -> None:
+def test_invalid_swaps_are_refused(manager: CacheManager) -> None:
     device, host = (
         manager.allocate_blocks_cache(desc(placement=value)) for value in (DEVICE, HOST)
     )

@@ -1,14 +1,17 @@
-"""transfer_cache_async between processes: what arrives, in which order, and what is refused."""
+"""transfer_cache_async between processes: bytes that arrive, their order, and refusals."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
+import numpy as np
 import pytest
 
+import kvplan
 from kvplan.llm_datadist import (
     BlocksCacheKey,
     Cache,
@@ -20,6 +23,7 @@ from kvplan.llm_datadist import (
     TransferWithCacheKeyConfig,
 )
 from kvplan.llm_datadist.v2.cache_manager import CacheManager
+from kvplan.llm_datadist.v2.layer_transfer import Destination
 from tests.llm_datadist.conftest import MakeDataDist, MakePeer
 from tests.llm_datadist.contents import clear
 from tests.llm_datadist.descs import HOST, desc
@@ -36,7 +40,7 @@ LAYERS = 4
 
 @pytest.fixture(params=[True, False], ids=["remote", "request"])
 def remote(request: Any) -> bool:
-    """Whether both ends are in remote mode."""
+    """True if both ends are in remote mode."""
     return bool(request.param)
 
 
@@ -51,10 +55,10 @@ def manager(datadist: LLMDataDist) -> CacheManager:
 
 
 @pytest.fixture
-def make_there(
+def make_destinations(
     make_peer: MakePeer, datadist: LLMDataDist, remote: bool
 ) -> Callable[[int], Destinations]:
-    """Makes destinations in a process of their own, linked."""
+    """A function that makes linked destinations, each in a process of its own."""
 
     def make(cluster_id: int) -> Destinations:
         peer = make_peer(cluster_id, "DECODER", **(REMOTE if remote else REQUEST))
@@ -65,8 +69,8 @@ def make_there(
 
 
 @pytest.fixture
-def there(make_there: Callable[[int], Destinations]) -> Destinations:
-    return make_there(1)
+def destinations(make_destinations: Callable[[int], Destinations]) -> Destinations:
+    return make_destinations(1)
 
 
 @pytest.fixture
@@ -84,42 +88,42 @@ def blocks(manager: CacheManager) -> Cache:
 
 
 def ends(task: CacheTask, *expected: LLMStatusCode) -> None:
-    """Wait for a task, which ends so."""
+    """Wait for a task, and check its outcome."""
     assert task.get_results() == list(expected)
     failures = [item for item in expected if item != SUCCESS]
     assert task.synchronize() == (failures[0] if failures else SUCCESS)
 
 
-def test_slot_to_slot(manager: CacheManager, there: Destinations, slots: Cache) -> None:
+def test_slot_to_slot(manager: CacheManager, destinations: Destinations, slots: Cache) -> None:
     model = Computing(slots)
-    ends(manager.transfer_cache_async(slots, model, [there.slot(row=2)]), SUCCESS)
+    ends(manager.transfer_cache_async(slots, model, [destinations.slot(row=2)]), SUCCESS)
     assert model.calls == [(layer, None) for layer in range(LAYERS)]
-    found = there.bytes_of("cache")
+    found = destinations.bytes_of("cache")
     assert (found[:, ROW] == model.expected(2)).all()
     assert not found[:, :ROW].any()
 
 
-def test_blocks_to_blocks(manager: CacheManager, there: Destinations, blocks: Cache) -> None:
+def test_blocks_to_blocks(manager: CacheManager, destinations: Destinations, blocks: Cache) -> None:
     model = Computing(blocks)
     task = manager.transfer_cache_async(
         src_cache=blocks,
         layer_synchronizer=model,
-        transfer_configs=(there.blocks(),),
+        transfer_configs=(destinations.blocks(),),
         src_block_indices=(5, 0, 2, 1),
-        dst_block_indices=[7, 1, 2, 1],  # the last wins
+        dst_block_indices=[7, 1, 2, 1],  # block 1 comes twice: the last source wins
         dst_block_memory_size=NBYTES,
     )
     ends(task, SUCCESS)
-    found = there.bytes_of("paged")
+    found = destinations.bytes_of("paged")
     assert (found[:, [7, 1, 2]] == model.expected([5, 1, 2])).all()
     assert not found[:, [0, 3, 4, 5, 6]].any()
 
 
-def test_slot_to_blocks(manager: CacheManager, there: Destinations, slots: Cache) -> None:
+def test_slot_to_blocks(manager: CacheManager, destinations: Destinations, slots: Cache) -> None:
     model = Computing(slots)
-    config = there.blocks(small=True)
+    config = destinations.blocks(small=True)
     ends(manager.transfer_cache_async(slots, model, [config], None, [6, 0, 3], 12), SUCCESS)
-    found = there.bytes_of("small")
+    found = destinations.bytes_of("small")
     expected = model.expected(0)
     assert (found[:, [6, 0]].reshape(2 * LAYERS, -1) == expected[:, :24]).all()
     assert (found[:, 3, :8] == expected[:, 24:]).all()
@@ -136,13 +140,13 @@ def test_slot_to_blocks(manager: CacheManager, there: Destinations, slots: Cache
         (range(1), range(3, 4)),
     ],
 )
-def test_layers_that_do_not_begin_at_0(
-    manager: CacheManager, there: Destinations, slots: Cache, src: range, dst: range
+def test_layers_may_begin_after_0(
+    manager: CacheManager, destinations: Destinations, slots: Cache, src: range, dst: range
 ) -> None:
     model = Computing(slots)
-    ends(manager.transfer_cache_async(slots, model, [there.slot(src, dst)]), SUCCESS)
+    ends(manager.transfer_cache_async(slots, model, [destinations.slot(src, dst)]), SUCCESS)
     assert model.layers == list(src)
-    found = there.bytes_of("cache")
+    found = destinations.bytes_of("cache")
     moved = found[2 * dst.start : 2 * dst.stop, ROW]
     assert (moved == model.expected()[2 * src.start : 2 * src.stop]).all()
     assert moved.any(axis=1).all()
@@ -151,9 +155,9 @@ def test_layers_that_do_not_begin_at_0(
 
 
 def test_several_destinations_and_each_layer_once(
-    manager: CacheManager, make_there: Callable[[int], Destinations], slots: Cache
+    manager: CacheManager, make_destinations: Callable[[int], Destinations], slots: Cache
 ) -> None:
-    one, two = make_there(1), make_there(3)
+    one, two = make_destinations(1), make_destinations(3)
     model = Computing(slots)
     configs = [
         one.slot(range(2, 4), row=1),
@@ -173,27 +177,27 @@ def test_several_destinations_and_each_layer_once(
     assert not found[:4].any()
 
 
-def test_a_layer_moves_when_it_is_there(
-    manager: CacheManager, there: Destinations, slots: Cache
+def test_a_layer_moves_as_soon_as_it_is_ready(
+    manager: CacheManager, destinations: Destinations, slots: Cache
 ) -> None:
     seen = []
 
-    def look() -> bool:
-        # The layers before this one have been ready; they arrive without any further help.
-        while not (found := there.bytes_of("cache")[:, ROW])[3].any():
+    def wait_for_earlier_layers() -> bool:
+        # The earlier layers were ready, so they must arrive before this one is.
+        while not (found := destinations.bytes_of("cache")[:, ROW])[3].any():
             pass
         seen.append(found.any(axis=1).tolist())
         return True
 
-    model = Computing(slots, {2: look})
-    ends(manager.transfer_cache_async(slots, model, [there.slot()]), SUCCESS)
+    model = Computing(slots, {2: wait_for_earlier_layers})
+    ends(manager.transfer_cache_async(slots, model, [destinations.slot()]), SUCCESS)
     assert seen == [[True] * 4 + [False] * 4]
 
 
 def test_configs_are_only_read_and_only_at_the_call(
-    manager: CacheManager, there: Destinations, slots: Cache
+    manager: CacheManager, destinations: Destinations, slots: Cache
 ) -> None:
-    config = there.slot(range(1, 3), range(1, 3), row=1)
+    config = destinations.slot(range(1, 3), range(1, 3), row=1)
     before, given = repr(config), dict(vars(config))
     addresses = list(getattr(config, "dst_addrs", []))
 
@@ -214,37 +218,37 @@ def test_configs_are_only_read_and_only_at_the_call(
     assert addresses == [] or config.dst_addrs == []
 
 
-def test_ranges_that_are_not_given(
-    manager: CacheManager, there: Destinations, slots: Cache, remote: bool
+def test_missing_layer_ranges_have_defaults(
+    manager: CacheManager, destinations: Destinations, slots: Cache, remote: bool
 ) -> None:
-    config = there.slot()
+    config = destinations.slot()
     if remote:
         config.src_layer_range = config.dst_layer_range = None
     ends(manager.transfer_cache_async(slots, Computing(slots), [config]), SUCCESS)
     assert config.src_layer_range is None
-    assert there.bytes_of("cache")[:, ROW].any(axis=1).all()
+    assert destinations.bytes_of("cache")[:, ROW].any(axis=1).all()
     if remote:
-        config.src_layer_range = range(1, 2)  # and to the same one there
-        clear_there = "clear(cache)"
-        there.peer.run(clear_there)
+        config.src_layer_range = range(1, 2)  # and to the same layer of the destination
+        clear_destinations = "clear(cache)"
+        destinations.peer.run(clear_destinations)
         ends(manager.transfer_cache_async(slots, Computing(slots), [config]), SUCCESS)
-        found = there.bytes_of("cache")[:, ROW].any(axis=1).tolist()
+        found = destinations.bytes_of("cache")[:, ROW].any(axis=1).tolist()
         assert found == [False, False, True, True, False, False, False, False]
 
 
 def test_a_row_of_a_paged_cache_without_tables(
-    manager: CacheManager, there: Destinations, blocks: Cache, remote: bool
+    manager: CacheManager, destinations: Destinations, blocks: Cache, remote: bool
 ) -> None:
     model = Computing(blocks)
-    ends(manager.transfer_cache_async(blocks, model, [there.blocks()]), SUCCESS)
-    found = there.bytes_of("paged")
+    ends(manager.transfer_cache_async(blocks, model, [destinations.blocks()]), SUCCESS)
+    found = destinations.bytes_of("paged")
     assert (found[:, 0] == model.expected(0)).all()
     assert not found[:, 1:].any()
     if remote:
         key = CacheKeyByIdAndIndex(1, 2, 6)
         config = TransferWithCacheKeyConfig(key, range(LAYERS), range(LAYERS), 4)
         ends(manager.transfer_cache_async(blocks, model, [config]), SUCCESS)
-        assert (there.bytes_of("paged")[:, 6] == model.expected(4)).all()
+        assert (destinations.bytes_of("paged")[:, 6] == model.expected(4)).all()
 
 
 def test_no_destination_needs_no_layer(manager: CacheManager, slots: Cache) -> None:
@@ -253,21 +257,21 @@ def test_no_destination_needs_no_layer(manager: CacheManager, slots: Cache) -> N
     assert model.calls == []
 
 
-def test_a_task_may_be_dropped_and_asked_by_many(
-    manager: CacheManager, there: Destinations, slots: Cache
+def test_a_task_may_be_dropped_and_several_threads_may_wait(
+    manager: CacheManager, destinations: Destinations, slots: Cache
 ) -> None:
     model = Computing(slots, {1: lambda: bool(gc.collect() + 1)})
-    manager.transfer_cache_async(slots, model, [there.slot(row=1)])
-    task = manager.transfer_cache_async(slots, Computing(slots), [there.slot(row=1)])
+    manager.transfer_cache_async(slots, model, [destinations.slot(row=1)])
+    task = manager.transfer_cache_async(slots, Computing(slots), [destinations.slot(row=1)])
     with ThreadPoolExecutor(8) as pool:
         results = pool.map(lambda _: task.synchronize(), range(8))
     assert list(results) == [SUCCESS] * 8
-    found = there.bytes_of("cache")[:, ROW]
+    found = destinations.bytes_of("cache")[:, ROW]
     assert (found == model.expected(1)).all()
 
 
-def test_a_destination_that_cannot_be_reached_is_reported_and_others_go_on(
-    manager: CacheManager, there: Destinations, slots: Cache, remote: bool
+def test_an_unreachable_destination_is_reported_and_stops_no_other(
+    manager: CacheManager, destinations: Destinations, slots: Cache, remote: bool
 ) -> None:
     layers = range(LAYERS)
     wrong: list[Any]
@@ -288,34 +292,34 @@ def test_a_destination_that_cannot_be_reached_is_reported_and_others_go_on(
         ]
     expected = [NOT_YET_LINK, NOT_EXIST] + [PARAM_INVALID] * (len(wrong) - 2)
     model = Computing(slots)
-    task = manager.transfer_cache_async(slots, model, [*wrong, there.slot()])
+    task = manager.transfer_cache_async(slots, model, [*wrong, destinations.slot()])
     ends(task, *expected, SUCCESS)
-    assert (there.bytes_of("cache")[:, ROW] == model.expected()).all()
+    assert (destinations.bytes_of("cache")[:, ROW] == model.expected()).all()
     again = Computing(slots)
     ends(manager.transfer_cache_async(slots, again, wrong), *expected)
     assert again.calls == []
 
 
-def test_a_block_size_that_the_destination_has_not(
-    manager: CacheManager, there: Destinations, slots: Cache, blocks: Cache, remote: bool
+def test_a_block_size_other_than_the_destinations_is_refused(
+    manager: CacheManager, destinations: Destinations, slots: Cache, blocks: Cache, remote: bool
 ) -> None:
     model = Computing(blocks)
-    config = there.blocks()
+    config = destinations.blocks()
     ends(manager.transfer_cache_async(blocks, model, [config], [0], [0], 16), PARAM_INVALID)
     assert model.calls == []
-    assert not there.bytes_of("paged").any()
-    if remote:  # otherwise the caller is the one who knows
+    assert not destinations.bytes_of("paged").any()
+    if remote:  # in request mode only the caller knows the destination
         model = Computing(slots)
         ends(manager.transfer_cache_async(slots, model, [config], None, [0], 16), PARAM_INVALID)
-        assert not there.bytes_of("paged").any()
+        assert not destinations.bytes_of("paged").any()
 
 
-def test_arguments_that_cannot_be(
-    manager: CacheManager, there: Destinations, slots: Cache, blocks: Cache, remote: bool
+def test_invalid_arguments_are_refused(
+    manager: CacheManager, destinations: Destinations, slots: Cache, blocks: Cache, remote: bool
 ) -> None:
     model = Computing(slots)
     start = manager.transfer_cache_async
-    good = [there.slot()]
+    good = [destinations.slot()]
     with refused("LLM_PARAM_INVALID"):
         start(manager.allocate_cache(desc(placement=HOST)), model, good)
     with refused("LLM_PARAM_INVALID"):
@@ -336,15 +340,15 @@ def test_arguments_that_cannot_be(
     with refused("LLM_PARAM_INVALID"):
         start(blocks, model, good, None, [0], 32)
     with refused("LLM_PARAM_INVALID"):
-        start(blocks, model, [there.blocks(row=1 if not remote else 0)], [0], [])
+        start(blocks, model, [destinations.blocks(row=1 if not remote else 0)], [0], [])
     with refused("LLM_PARAM_INVALID"):
-        start(slots, model, [there.slot(range(2, LAYERS + 1), range(3))])
-    beyond = there.slot()
+        start(slots, model, [destinations.slot(range(2, LAYERS + 1), range(3))])
+    beyond = destinations.slot()
     beyond.src_batch_index = 4
     with refused("LLM_PARAM_INVALID", "src_batch_index=4 is out of range"):
         start(slots, model, [*good, beyond])
     with refused("LLM_PARAM_INVALID", "src_block_indices holds 99"):
-        start(blocks, model, [there.blocks()], [0, 99], [0, 1])
+        start(blocks, model, [destinations.blocks()], [0, 99], [0, 1])
     wrong: Any
     for wrong in (
         (None, model, good),
@@ -372,16 +376,16 @@ def test_arguments_that_cannot_be(
     with pytest.raises(ValueError, match="dst_block_indices"):
         start(blocks, model, good, [0], [-1])
     if remote:
-        config = there.slot()
-        config.cache_key = None  # as the original lets it be
+        config = destinations.slot()
+        config.cache_key = None  # as the official class allows
         with pytest.raises(TypeError, match="cache_key"):
             start(slots, model, [config])
-        config = there.slot()
+        config = destinations.slot()
         config.dst_layer_range = range(1)
         with refused("LLM_PARAM_INVALID"):
             start(slots, model, [config])
     else:
-        addresses = there.slot().dst_addrs
+        addresses = destinations.slot().dst_addrs
         with refused("LLM_PARAM_INVALID"):
             start(slots, model, [TransferConfig(1, addresses[:-1])])
         with refused("LLM_PARAM_INVALID"):
@@ -389,11 +393,13 @@ def test_arguments_that_cannot_be(
         with refused("LLM_PARAM_INVALID"):
             start(blocks, model, [TransferConfig(1, addresses, None, 1)], [0], [0])
     assert model.calls == []
-    assert not there.bytes_of("cache").any()
+    assert not destinations.bytes_of("cache").any()
 
 
-def test_timeouts_of_another_type(manager: CacheManager, there: Destinations, slots: Cache) -> None:
-    task = manager.transfer_cache_async(slots, Computing(slots), [there.slot()])
+def test_timeouts_of_another_type(
+    manager: CacheManager, destinations: Destinations, slots: Cache
+) -> None:
+    task = manager.transfer_cache_async(slots, Computing(slots), [destinations.slot()])
     for call in (task.synchronize, task.get_results):
         for wrong, error in (
             ("1", TypeError),
@@ -405,3 +411,32 @@ def test_timeouts_of_another_type(manager: CacheManager, there: Destinations, sl
                 call(wrong)  # type: ignore[operator]
     assert task.synchronize(timeout_in_millis=60_000) == SUCCESS
     assert task.get_results(timeout_in_millis=0) == [SUCCESS]
+
+
+def test_a_limited_wait_does_not_wait_for_the_verification(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    arrays = [np.zeros(8, np.uint8) for _ in range(2)]
+    cache = kvplan.CacheDesc(1, (1, 8), kvplan.DataType.DT_UINT8)
+    plan = kvplan.plan(kvplan.Transfer(kvplan.Rows(cache, [0]), kvplan.Rows(cache, [0])))
+    is_verified = Event()
+
+    def verify(_error: object) -> None:
+        assert is_verified.wait(60)
+        raise kvplan.LLMException("other bytes", status_code=LLMStatusCode.LLM_FAILED)
+
+    with kvplan.Transfers(1) as transfers:
+        task = transfers.layered(plan, arrays[:1], arrays[1:], verify)
+        task.settles_aside = True  # as the engine sets it
+        destination = Destination("cluster 1", task)
+        destination.ready(0)
+        assert destination.ended
+        try:
+            assert destination.status(0) is None
+            destination.finish(0)
+            assert not caplog.messages
+        finally:
+            is_verified.set()
+        assert destination.status(None) == LLMStatusCode.LLM_FAILED
+        destination.finish(0)
+        assert caplog.messages == ["cluster 1: other bytes (LLM_FAILED)"]

@@ -1,4 +1,4 @@
-"""LLMDataDist from its constructor to its end: one engine per process, options, modes, roles."""
+"""The life of an LLMDataDist: one engine per process, options, modes, roles."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ RESOURCES = (
 
 
 @pytest.fixture
-def new() -> Any:
-    """One that is not initialized; what it has is released in any case."""
+def uninitialized() -> Any:
+    """An LLMDataDist that is not initialized; the fixture releases its resources in any case."""
     datadist = LLMDataDist(LLMRole.PROMPT, 7)
     yield datadist
     datadist.finalize()
@@ -50,12 +50,14 @@ def new() -> Any:
         ((LLMRole.PROMPT, 2**64), ValueError),
     ],
 )
-def test_what_makes_no_engine(args: tuple[Any, ...], error: type[Exception]) -> None:
+def test_invalid_arguments_of_the_constructor_are_refused(
+    args: tuple[Any, ...], error: type[Exception]
+) -> None:
     with pytest.raises(error):
         LLMDataDist(*args)
 
 
-def test_a_cluster_id_is_there_before_init() -> None:
+def test_the_cluster_id_is_known_before_init() -> None:
     assert LLMDataDist(LLMRole.MIX, 2**64 - 1).cluster_id == 2**64 - 1
 
 
@@ -73,81 +75,85 @@ def test_a_cluster_id_is_there_before_init() -> None:
         lambda value: value.switch_role(LLMRole.MIX),
     ],
 )
-def test_before_init_and_after_finalize_nothing_works(new: LLMDataDist, call: Any) -> None:
+def test_before_init_and_after_finalize_calls_are_refused(
+    uninitialized: LLMDataDist, call: Any
+) -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="not initialized") as caught:
-            call(new)
+            call(uninitialized)
         assert type(caught.value) is RuntimeError
-        new.init(dict(MANAGED))
-        new.finalize()
+        uninitialized.init(dict(MANAGED))
+        uninitialized.finalize()
 
 
-def test_init_and_finalize_again_and_again(new: LLMDataDist) -> None:
-    new.finalize()
+def test_init_and_finalize_again_and_again(uninitialized: LLMDataDist) -> None:
+    uninitialized.finalize()
     for _ in range(2):
-        new.init(options())
-        manager = new.cache_manager
-        new.init({"llm.EnableCacheManager": "no matter: it is initialized"})
-        assert new.cache_manager is manager
-        assert LLMDataDist.llm_engine_instance is new
-        new.finalize()
-        new.finalize()
+        uninitialized.init(options())
+        manager = uninitialized.cache_manager
+        uninitialized.init({"llm.EnableCacheManager": "no matter: it is initialized"})
+        assert uninitialized.cache_manager is manager
+        assert LLMDataDist.llm_engine_instance is uninitialized
+        uninitialized.finalize()
+        uninitialized.finalize()
         assert LLMDataDist.llm_engine_instance is None
 
 
-def test_a_manager_of_before_is_of_no_use(new: LLMDataDist) -> None:
-    new.init(options())
-    old = new.cache_manager
-    new.finalize()
+def test_a_manager_of_a_finalized_engine_refuses_calls(uninitialized: LLMDataDist) -> None:
+    uninitialized.init(options())
+    old = uninitialized.cache_manager
+    uninitialized.finalize()
     with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
         old.unregister_cache(1)
-    new.init(options())
+    uninitialized.init(options())
     with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
         old.unregister_cache(1)
-    new.cache_manager.unregister_cache(1)
+    uninitialized.cache_manager.unregister_cache(1)
 
 
-def test_there_is_one_engine(datadist: LLMDataDist, new: LLMDataDist) -> None:
+def test_there_is_one_engine(datadist: LLMDataDist, uninitialized: LLMDataDist) -> None:
     with refused(LLMStatusCode.LLM_FAILED):
-        new.init(options())
+        uninitialized.init(options())
     assert LLMDataDist.llm_engine_instance is datadist
     datadist.finalize()
-    new.init(options())
+    uninitialized.init(options())
     with refused(LLMStatusCode.LLM_FAILED):
         datadist.init(options())
 
 
-def test_several_engines_where_permitted(datadist: LLMDataDist, new: LLMDataDist) -> None:
+def test_several_engines_exist_if_permitted(
+    datadist: LLMDataDist, uninitialized: LLMDataDist
+) -> None:
     permit_several_engines()
     try:
-        new.init(options())
-        assert LLMDataDist.llm_engine_instance is new
-        new.finalize()
+        uninitialized.init(options())
+        assert LLMDataDist.llm_engine_instance is uninitialized
+        uninitialized.finalize()
         assert LLMDataDist.llm_engine_instance is datadist
     finally:
         permit_several_engines(False)
     with refused(LLMStatusCode.LLM_FAILED):
-        new.init(options())
+        uninitialized.init(options())
 
 
-def test_an_engine_that_is_left_is_the_only_one(make_datadist: MakeDataDist) -> None:
-    """Where several were permitted, and are not any more."""
+def test_a_remaining_engine_is_the_only_one(make_datadist: MakeDataDist) -> None:
+    """Several engines were permitted before, and are not permitted any more."""
     permit_several_engines()
     try:
-        left, latest = make_datadist(), make_datadist()
+        remaining, latest = make_datadist(), make_datadist()
     finally:
         permit_several_engines(False)
     latest.finalize()
-    assert LLMDataDist.llm_engine_instance is left
+    assert LLMDataDist.llm_engine_instance is remaining
     with refused(LLMStatusCode.LLM_FAILED, "is initialized"):
         latest.init(options())
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_the_latest_of_those_that_are_left_is_the_engine(
+def test_the_latest_of_the_remaining_engines_is_the_instance(
     make_datadist: MakeDataDist, first: int
 ) -> None:
-    """Whichever of three is finalized first."""
+    """The rule holds for each order in which three engines are finalized."""
     permit_several_engines()
     try:
         engines = [make_datadist() for _ in range(3)]
@@ -163,17 +169,19 @@ def test_the_latest_of_those_that_are_left_is_the_engine(
 
 
 def test_several_engines_by_environment(
-    datadist: LLMDataDist, new: LLMDataDist, monkeypatch: pytest.MonkeyPatch
+    datadist: LLMDataDist, uninitialized: LLMDataDist, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVPLAN_SEVERAL_ENGINES", "1")
-    new.init(options())
-    assert datadist.cache_manager is not new.cache_manager
+    uninitialized.init(options())
+    assert datadist.cache_manager is not uninitialized.cache_manager
 
 
-def test_the_instance_may_be_reset_from_outside(datadist: LLMDataDist, new: LLMDataDist) -> None:
+def test_the_instance_may_be_reset_from_outside(
+    datadist: LLMDataDist, uninitialized: LLMDataDist
+) -> None:
     LLMDataDist.llm_engine_instance = None
-    new.init(options())
-    assert LLMDataDist.llm_engine_instance is new
+    uninitialized.init(options())
+    assert LLMDataDist.llm_engine_instance is uninitialized
     _shutdown_handler()
     assert LLMDataDist.llm_engine_instance is None
     with pytest.raises(RuntimeError):
@@ -181,7 +189,7 @@ def test_the_instance_may_be_reset_from_outside(datadist: LLMDataDist, new: LLMD
 
 
 def run(code: str) -> str:
-    """The output of a Python of its own."""
+    """Return the output of a new Python."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         capture_output=True,
@@ -200,7 +208,7 @@ datadist.init({"llm.EnableCacheManager": "1"})
 """
 
 
-def test_what_is_not_finalized_is_when_the_process_ends() -> None:
+def test_an_engine_is_finalized_when_the_process_ends() -> None:
     watched = (
         "finalize = LLMDataDist.finalize\n"
         "LLMDataDist.finalize = lambda it: (finalize(it), print('finalized'))\n"
@@ -208,7 +216,7 @@ def test_what_is_not_finalized_is_when_the_process_ends() -> None:
     assert run(INIT + watched) == "finalized\n"
 
 
-def test_a_forked_child_makes_one_of_its_own() -> None:
+def test_a_forked_child_makes_an_engine_of_its_own() -> None:
     code = """
 import os
 if (pid := os.fork()) == 0:
@@ -223,14 +231,14 @@ print(datadist.cache_manager.unregister_cache(9))
     assert run(INIT + code) == "0\nNone\n"
 
 
-def test_options_are_the_callers(new: LLMDataDist) -> None:
+def test_options_belong_to_the_caller(uninitialized: LLMDataDist) -> None:
     given = options(**LOCAL)
     before = dict(given)
-    new.init(given)
+    uninitialized.init(given)
     assert given == before
-    assert new._engine_options is not given
+    assert uninitialized._engine_options is not given
     del given["llm.LocalCommRes"]
-    assert new._engine_options["llm.LocalCommRes"] == ""
+    assert uninitialized._engine_options["llm.LocalCommRes"] == ""
 
 
 @pytest.mark.parametrize(
@@ -251,7 +259,7 @@ def test_options_are_the_callers(new: LLMDataDist) -> None:
         (MANAGED | {"llm.RdmaTrafficClass": "101", "llm.RdmaServiceLevel": "100"}, {}),
         (MANAGED | {"llm.Unknown": "x", "ge.anything": "y", "no prefix": ""}, {}),
         (MANAGED | {"kvplan.heartbeat_interval_ms": "500"}, {}),
-        # Without the backend "hixl" it is not read.
+        # The option is read only with the backend "hixl".
         (MANAGED | {"llm.GlobalResourceConfig": "{bad"}, {}),
         (MANAGED | {"GlobalResourceConfig": '{"comm_resource_config.qos": 9}'}, {}),
         (
@@ -266,11 +274,11 @@ def test_options_are_the_callers(new: LLMDataDist) -> None:
         (MANAGED | {"ge.exec.deviceId": "3", "ge.session_device_id": "3"}, {}),
     ],
 )
-def test_options_that_can_be(
-    new: LLMDataDist, given: dict[str, str], implied: dict[str, str]
+def test_valid_options_are_accepted(
+    uninitialized: LLMDataDist, given: dict[str, str], implied: dict[str, str]
 ) -> None:
-    new.init(given)
-    assert new._engine_options == {**given, **implied, "llm.Role": "Prompt"}
+    uninitialized.init(given)
+    assert uninitialized._engine_options == {**given, **implied, "llm.Role": "Prompt"}
 
 
 @pytest.mark.parametrize(
@@ -298,7 +306,7 @@ def test_options_that_can_be(
         MANAGED | {"llm.MemPoolConfig": "{}"},
         MANAGED | {"llm.LinkRetryCount": "101"},
         MANAGED | {"llm.SyncKvCacheWaitTime": "abc"},
-        MANAGED | {"llm.SyncKvCacheWaitTime": "²"},  # a digit, and not a number
+        MANAGED | {"llm.SyncKvCacheWaitTime": "²"},  # a digit of Unicode, but not a number
         MANAGED | {"ge.flowGraphMemMaxSize": "²"},
         MANAGED | {"llm.RdmaServiceLevel": "x"},
         MANAGED | {"llm.EnableRemoteCacheAccessible": "2"},
@@ -307,11 +315,11 @@ def test_options_that_can_be(
         MANAGED | {"ge.flowGraphMemMaxSize": "many"},
     ],
 )
-def test_options_that_cannot_be(new: LLMDataDist, given: dict[str, str]) -> None:
+def test_invalid_options_are_refused(uninitialized: LLMDataDist, given: dict[str, str]) -> None:
     with refused("LLM_PARAM_INVALID"):
-        new.init(given)
+        uninitialized.init(given)
     assert LLMDataDist.llm_engine_instance is None
-    new.init(options())
+    uninitialized.init(options())
 
 
 @pytest.mark.parametrize(
@@ -326,43 +334,47 @@ def test_options_that_cannot_be(new: LLMDataDist, given: dict[str, str]) -> None
         (None, AttributeError),
     ],
 )
-def test_options_of_another_type(new: LLMDataDist, given: Any, error: type[Exception]) -> None:
+def test_options_of_another_type(
+    uninitialized: LLMDataDist, given: Any, error: type[Exception]
+) -> None:
     with pytest.raises(error):
-        new.init(given)
+        uninitialized.init(given)
     assert LLMDataDist.llm_engine_instance is None
 
 
-def test_a_port_that_is_taken(new: LLMDataDist, make_datadist: MakeDataDist) -> None:
+def test_an_occupied_port_is_refused(
+    uninitialized: LLMDataDist, make_datadist: MakeDataDist
+) -> None:
     permit_several_engines()
     try:
         other = make_datadist(**{LISTEN: "127.0.0.1:0"})
         assert other._llm_datadist is not None
         taken = str(other._llm_datadist.listen_address)
         with refused(LLMStatusCode.LLM_FAILED):
-            new.init(options(**{LISTEN: taken}))
+            uninitialized.init(options(**{LISTEN: taken}))
     finally:
         permit_several_engines(False)
 
 
-def test_with_a_cache_manager_there_is_no_other(datadist: LLMDataDist) -> None:
+def test_calls_of_version_1_are_refused_with_a_cache_manager(datadist: LLMDataDist) -> None:
     with refused("LLM_PARAM_INVALID"):
         _ = datadist.kv_cache_manager
     with refused("LLM_PARAM_INVALID"):
         datadist.check_link_status(1)
 
 
-def test_without_a_cache_manager_version_1_is_missing(new: LLMDataDist) -> None:
+def test_without_a_cache_manager_version_1_is_missing(uninitialized: LLMDataDist) -> None:
     with pytest.raises(ModuleNotFoundError, match="llm_datadist"):
-        new.init({})
+        uninitialized.init({})
     assert LLMDataDist.llm_engine_instance is None
-    new.init(options())
+    uninitialized.init(options())
 
 
 def test_switch_role(make_datadist: MakeDataDist) -> None:
     datadist = make_datadist(**REMOTE)
     engine = datadist._llm_datadist
     assert engine is not None
-    datadist.switch_role(LLMRole.DECODER)  # the same
+    datadist.switch_role(LLMRole.DECODER)  # the role that it has already
     assert engine.listen_address is None
     datadist.switch_role(LLMRole.PROMPT, options(**{LISTEN: "127.0.0.1:0"}))
     assert engine.listen_address is not None
@@ -381,18 +393,18 @@ def test_switch_role(make_datadist: MakeDataDist) -> None:
 
 
 @pytest.mark.parametrize("key", ["listen_ip_info", "llm.ListenIPInfo"])
-def test_a_key_that_is_nearly_where_to_listen_is_refused(
-    new: LLMDataDist, make_datadist: MakeDataDist, key: str
+def test_a_misspelled_option_of_the_address_is_refused(
+    uninitialized: LLMDataDist, make_datadist: MakeDataDist, key: str
 ) -> None:
     wrong = {key: "127.0.0.1:0"}
     with pytest.raises(LLMException, match=f"option '{key}' is unknown.*to listen at"):
-        new.init(MANAGED | wrong)
+        uninitialized.init(MANAGED | wrong)
     datadist = make_datadist()
     with pytest.raises(LLMException, match=f"option '{key}' is unknown.*to listen at"):
         datadist.switch_role(LLMRole.MIX, wrong)
 
 
-def test_the_key_of_the_cpp_interface_listens_too(make_datadist: MakeDataDist) -> None:
+def test_the_option_of_the_cpp_interface_sets_the_address(make_datadist: MakeDataDist) -> None:
     datadist = make_datadist(**{"llm.ListenIpInfo": "127.0.0.1:0"})
     engine = datadist._llm_datadist
     assert engine is not None
@@ -402,6 +414,6 @@ def test_the_key_of_the_cpp_interface_listens_too(make_datadist: MakeDataDist) -
     assert engine.listen_address is not None
 
 
-def test_errors_are_those_of_kvplan(new: LLMDataDist) -> None:
+def test_errors_are_those_of_kvplan(uninitialized: LLMDataDist) -> None:
     with pytest.raises(LLMException, match="LocalCommRes"):
-        new.init(LOCAL | {"llm.EnableCacheManager": "0"})
+        uninitialized.init(LOCAL | {"llm.EnableCacheManager": "0"})

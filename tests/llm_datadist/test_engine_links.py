@@ -1,10 +1,9 @@
-"""Both linking styles, between processes: codes, and what each role may do when."""
+"""Links by both styles, between processes: codes, and the rights of each role."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.llm_datadist.conftest import MakeDataDist, MakePeer
 from tests.llm_datadist.contents import clear
 from tests.llm_datadist.descs import desc
 from tests.llm_datadist.peer import REMOTE, REQUEST, Peer, cluster_info, link
+from tests.support.ports import free_port
 from tests.support.refusals import refused
 
 SUCCESS = LLMStatusCode.LLM_SUCCESS
@@ -35,10 +35,8 @@ HIXL = {"llm.TransferBackend": "hixl", LISTEN: "127.0.0.1:0"}
 
 
 def unreachable(cluster_id: int = 9) -> LLMClusterInfo:
-    """A cluster where no engine listens."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return cluster_info(cluster_id, f"127.0.0.1:{found.getsockname()[1]}")
+    """Return the info of a cluster where no engine listens."""
+    return cluster_info(cluster_id, f"127.0.0.1:{free_port()}")
 
 
 def test_codes_of_linking_and_unlinking(make_peer: MakePeer, datadist: LLMDataDist) -> None:
@@ -61,7 +59,7 @@ def test_codes_of_linking_and_unlinking(make_peer: MakePeer, datadist: LLMDataDi
     link(datadist, one, two)
 
 
-def test_results_name_what_cannot_be_linked_and_the_rest_is_linked(
+def test_results_name_unreachable_clusters_and_the_others_are_linked(
     make_peer: MakePeer, datadist: LLMDataDist
 ) -> None:
     peer = make_peer(1, **REMOTE)
@@ -73,7 +71,7 @@ def test_results_name_what_cannot_be_linked_and_the_rest_is_linked(
     refusing = unreachable()
     clusters = [own, no_address, refusing, peer.info, two_addresses]
     assert datadist.link_clusters(clusters) == (
-        PARAM_INVALID,  # the last failure's
+        PARAM_INVALID,  # the code of the last failure
         [PARAM_INVALID, PARAM_INVALID, LINK_FAILED, SUCCESS, PARAM_INVALID],
     )
     assert datadist.link_clusters([own, refusing]) == (LINK_FAILED, [PARAM_INVALID, LINK_FAILED])
@@ -133,11 +131,11 @@ def test_arguments_of_another_type(
     for call in (datadist.link_clusters, datadist.unlink_clusters):
         with pytest.raises(error):
             call(*arguments)
-    nothing_set = [LLMClusterInfo()]
+    empty_info = [LLMClusterInfo()]
     with refused("LLM_PARAM_INVALID"):  # no local address
-        datadist.link_clusters(nothing_set)
+        datadist.link_clusters(empty_info)
     with pytest.raises(TypeError):
-        datadist.unlink_clusters(nothing_set)  # no id
+        datadist.unlink_clusters(empty_info)  # no cluster id
     for timeout in (0, -1):
         with refused("LLM_PARAM_INVALID"):
             datadist.link_clusters([], timeout)
@@ -177,8 +175,22 @@ def test_both_ends_link_and_unlink_with_the_hixl_backend(
             call()
 
 
+@pytest.mark.parametrize("options", [REMOTE, HIXL])
+def test_an_unlink_that_the_peer_does_not_confirm_is_reported(
+    make_peer: MakePeer, make_datadist: MakeDataDist, options: dict[str, str]
+) -> None:
+    peer, datadist = make_peer(1, **options), make_datadist(2, **options)
+    link(datadist, peer)
+    peer.stop()
+    try:
+        for _ in range(2):  # at the second call the link has already ended
+            assert datadist.unlink_clusters([peer.info], 300) == (UNLINK_FAILED, [UNLINK_FAILED])
+    finally:
+        peer.resume()
+
+
 def rank_table() -> str:
-    """Of two ranks on this host, as the documents of the original have it."""
+    """Return a table of two ranks on this host, as the official documents show it."""
     device = [{"device_id": str(index), "rank_id": str(index)} for index in range(2)]
     server = {"server_id": "127.0.0.1", "device": device}
     return json.dumps(
@@ -186,8 +198,8 @@ def rank_table() -> str:
     )
 
 
-def settled(datadist: LLMDataDist, comm_id: int) -> RegisterMemStatus:
-    """How linking by name has ended."""
+def final_status(datadist: LLMDataDist, comm_id: int) -> RegisterMemStatus:
+    """Return the final status of linking by name."""
     deadline = time.monotonic() + 30
     while (now := datadist.query_register_mem_status(comm_id)) is RegisterMemStatus.PREPARING:
         assert time.monotonic() < deadline
@@ -211,7 +223,7 @@ def test_link_by_name(make_peer: MakePeer, make_datadist: MakeDataDist, table: s
     assert comm_id == 1
     assert datadist.query_register_mem_status(comm_id) is RegisterMemStatus.PREPARING
     assert peer.run(LINK, name=name, table=table) == 1
-    assert settled(datadist, comm_id) is RegisterMemStatus.OK
+    assert final_status(datadist, comm_id) is RegisterMemStatus.OK
     cache = datadist.cache_manager.allocate_cache(desc())
     found = clear(cache)
     datadist.cache_manager.pull_cache(CacheKeyByIdAndIndex(1, cache_id, 3), cache)
@@ -248,7 +260,7 @@ def test_link_by_name(make_peer: MakePeer, make_datadist: MakeDataDist, table: s
         (("x", {2: 0, 1: 1}, "no JSON"), None),
     ],
 )
-def test_links_by_name_that_cannot_be(
+def test_invalid_links_by_name_are_refused(
     datadist: LLMDataDist, arguments: tuple[Any, ...], error: type[Exception] | None
 ) -> None:
     if error is None:
@@ -257,7 +269,7 @@ def test_links_by_name_that_cannot_be(
     else:
         with pytest.raises(error):
             datadist.link(*arguments)
-    # It was not called: registering for peers goes on.
+    # `link` was not called, so caches are still registered for peers.
     assert not datadist.cache_manager._is_call_linked
 
 

@@ -43,18 +43,18 @@ result = registered.cache_id
 
 @pytest.fixture
 def pair(request: Any) -> tuple[Peer, CacheManager]:
-    """Peer 1 and the manager of this process, linked: `remote_pair`, or what a test says."""
+    """Peer 1 and the manager of this process, linked by `remote_pair` or a given fixture."""
     name = getattr(request, "param", "remote_pair")
     peer, datadist = request.getfixturevalue(name)
     peer.run(f"NO_ID = {NO_ID}")
     return peer, datadist.cache_manager
 
 
-both_modes = pytest.mark.parametrize("pair", ["request_pair", "remote_pair"], indirect=True)
-by_key = pytest.mark.parametrize("pair", ["request_pair"], indirect=True)
+in_both_modes = pytest.mark.parametrize("pair", ["request_pair", "remote_pair"], indirect=True)
+in_request_mode = pytest.mark.parametrize("pair", ["request_pair"], indirect=True)
 
 
-@by_key
+@in_request_mode
 def test_a_key_is_consumed_by_its_pull(pair: tuple[Peer, CacheManager]) -> None:
     peer, manager = pair
     peer.run(SLOTS)
@@ -65,12 +65,12 @@ def test_a_key_is_consumed_by_its_pull(pair: tuple[Peer, CacheManager]) -> None:
     assert not any(item[[0, 1, 3]].any() for item in found)
     with refused(NOT_EXIST):
         manager.pull_cache(CacheKey(1, 1), cache, 2)
-    for _ in range(2):  # a prefix is not
+    for _ in range(2):  # the pull of a prefix consumes no key
         manager.pull_cache(CacheKey(1, NO_ID, 0, 5), cache=cache, batch_index=0)
         assert [item[0].tolist() for item in found] == peer.bytes_of("cache")[:, 1].tolist()
 
 
-@by_key
+@in_request_mode
 def test_a_key_is_consumed_tensor_by_tensor(pair: tuple[Peer, CacheManager]) -> None:
     peer, manager = pair
     peer.run(SLOTS)
@@ -84,8 +84,8 @@ def test_a_key_is_consumed_tensor_by_tensor(pair: tuple[Peer, CacheManager]) -> 
         manager.pull_cache(key, cache)
 
 
-@by_key
-def test_a_cache_lives_by_its_keys(pair: tuple[Peer, CacheManager]) -> None:
+@in_request_mode
+def test_a_cache_lives_as_long_as_its_keys(pair: tuple[Peer, CacheManager]) -> None:
     peer, manager = pair
     cache_id = peer.run(SLOTS)
     expected = peer.bytes_of("cache")[:, 0].tolist()
@@ -102,8 +102,8 @@ def test_a_cache_lives_by_its_keys(pair: tuple[Peer, CacheManager]) -> None:
 
 
 @pytest.mark.parametrize("placement", ["DEVICE", "HOST"])
-@by_key
-def test_a_registered_cache_is_pulled_by_key_for_ever(
+@in_request_mode
+def test_no_pull_consumes_the_key_of_a_registered_cache(
     pair: tuple[Peer, CacheManager], placement: str
 ) -> None:
     peer, manager = pair
@@ -117,7 +117,7 @@ def test_a_registered_cache_is_pulled_by_key_for_ever(
     assert [item[:2].tolist() for item in found] == theirs[:, [0, 2]].tolist()
 
 
-def test_in_remote_mode_host_memory_is_offered_when_asked_for(
+def test_in_remote_mode_host_memory_is_offered_on_request(
     pair: tuple[Peer, CacheManager],
 ) -> None:
     peer, manager = pair
@@ -138,13 +138,13 @@ def test_in_remote_mode_host_memory_is_offered_when_asked_for(
     assert [item[0].tolist() for item in found] == peer.bytes_of("offered")[:, 0].tolist()
 
 
-@both_modes
+@in_both_modes
 def test_pull_by_id(pair: tuple[Peer, CacheManager]) -> None:
     peer, manager = pair
     cache_id = peer.run(SLOTS)
     cache = manager.allocate_cache(desc())
     found, theirs = clear(cache), peer.bytes_of("cache")
-    for _ in range(2):  # never consumed
+    for _ in range(2):  # a pull by id consumes nothing
         manager.pull_cache(CacheKeyByIdAndIndex(1, cache_id, 3), cache, 1)
     manager.pull_cache(cache_key=CacheKeyByIdAndIndex(1, cache_id, 2), cache=cache, size=5)
     for ours, their in zip(found, theirs, strict=True):
@@ -168,7 +168,7 @@ def test_pull_by_id(pair: tuple[Peer, CacheManager]) -> None:
         manager.pull_cache(CacheKeyByIdAndIndex(1, later), cache)
 
 
-@both_modes
+@in_both_modes
 def test_layers_go_where_the_ranges_say(pair: tuple[Peer, CacheManager]) -> None:
     peer, manager = pair
     cache_id = peer.run(SLOTS)
@@ -189,7 +189,7 @@ def test_layers_go_where_the_ranges_say(pair: tuple[Peer, CacheManager]) -> None
     assert not any(found[number].any() for number in (0, 2, 3))
     wrong: Any
     for wrong in (
-        {"src_layer_range": range(1)},  # the other is not of one layer
+        {"src_layer_range": range(1)},  # the destination has more than one layer
         {"src_layer_range": range(0, 2, 2), "dst_layer_range": range(1)},
         {"src_layer_range": range(2, 3), "dst_layer_range": range(1)},
         {"src_layer_range": range(1), "dst_layer_range": range(3, 4)},
@@ -208,7 +208,7 @@ def test_layers_go_where_the_ranges_say(pair: tuple[Peer, CacheManager]) -> None
             manager.pull_cache(key, cache, **wrong)
 
 
-@both_modes
+@in_both_modes
 def test_pull_blocks(pair: tuple[Peer, CacheManager]) -> None:
     peer, manager = pair
     peer.run(BLOCKS)
@@ -219,7 +219,8 @@ def test_pull_blocks(pair: tuple[Peer, CacheManager]) -> None:
     for ours, their in zip(found, theirs, strict=True):
         assert (ours[[1, 2]] == their[[7, 0]]).all()
         assert not ours[[0, 3, 4, 5]].any()
-    manager.pull_blocks(key, cache, [3, 4, 5], [5, 4, 5])  # the last wins
+    # block 5 comes twice: the last source wins
+    manager.pull_blocks(key, cache, [3, 4, 5], [5, 4, 5])
     assert all((a[[5, 4]] == b[[5, 4]]).all() for a, b in zip(found, theirs, strict=True))
     one = range(1)
     manager.pull_blocks(
@@ -254,7 +255,7 @@ def test_pull_blocks(pair: tuple[Peer, CacheManager]) -> None:
             manager.pull_blocks(BlocksCacheKey(wrong), cache, [0], [0])
 
 
-@both_modes
+@in_both_modes
 def test_a_slot_is_pulled_into_blocks(pair: tuple[Peer, CacheManager]) -> None:
     peer, manager = pair
     cache_id = peer.run(SLOTS)
@@ -274,7 +275,7 @@ def test_a_slot_is_pulled_into_blocks(pair: tuple[Peer, CacheManager]) -> None:
         manager.pull_blocks(key, cache, [], [0, 1, 2, 3])
 
 
-@by_key
+@in_request_mode
 def test_a_slot_is_pulled_into_blocks_by_key(pair: tuple[Peer, CacheManager]) -> None:
     peer, manager = pair
     peer.run(SLOTS)
@@ -293,7 +294,7 @@ def test_a_slot_is_pulled_into_blocks_by_key(pair: tuple[Peer, CacheManager]) ->
         manager.pull_blocks(CacheKey(1, 1), cache, [], [4, 2])
 
 
-def test_in_remote_mode_there_are_no_keys_of_requests(pair: tuple[Peer, CacheManager]) -> None:
+def test_in_remote_mode_keys_of_requests_are_refused(pair: tuple[Peer, CacheManager]) -> None:
     peer, manager = pair
     peer.run(SLOTS)
     slots, blocks = manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc())
@@ -303,15 +304,15 @@ def test_in_remote_mode_there_are_no_keys_of_requests(pair: tuple[Peer, CacheMan
         manager.pull_blocks(CacheKey(1, 1), blocks, [], [0])
 
 
-@both_modes
-def test_pulls_that_cannot_be(pair: tuple[Peer, CacheManager]) -> None:
+@in_both_modes
+def test_invalid_pulls_are_refused(pair: tuple[Peer, CacheManager]) -> None:
     _, manager = pair
     slots, blocks = manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc())
     with refused("LLM_PARAM_INVALID"):
         manager.pull_cache(CacheKeyByIdAndIndex(1, 1), blocks)
     with refused("LLM_PARAM_INVALID"):
         manager.pull_blocks(BlocksCacheKey(1), slots, [0], [0])
-    with refused("LLM_PARAM_INVALID"):  # its own cluster
+    with refused("LLM_PARAM_INVALID"):  # the cluster of this process
         manager.pull_cache(CacheKeyByIdAndIndex(2, 1), slots)
     with refused("LLM_PARAM_INVALID"):
         manager.pull_blocks(BlocksCacheKey(2), blocks, [0], [0])

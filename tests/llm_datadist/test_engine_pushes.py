@@ -1,4 +1,4 @@
-"""Pushes between processes, which only remote mode has."""
+"""Pushes between processes, in remote mode: request mode has none."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ result = cache.cache_id
 
 @pytest.fixture
 def peer(remote_pair: tuple[Peer, LLMDataDist]) -> Peer:
-    """With `cache` (id 1) and `paged` (id 2), both of six zeroed tensors."""
+    """The peer with `cache` (id 1) and `paged` (id 2), both of six zeroed tensors."""
     peer, _ = remote_pair
     assert peer.run(OFFER) == 1
     return peer
@@ -68,7 +68,7 @@ def test_push_cache(peer: Peer, manager: CacheManager, slots: Cache) -> None:
     assert not found[:, :3].any()
 
 
-def test_layers_of_a_pushed_slot(peer: Peer, manager: CacheManager, slots: Cache) -> None:
+def test_layers_of_a_slot_are_pushed(peer: Peer, manager: CacheManager, slots: Cache) -> None:
     given = fill(slots, 1)
     key = CacheKeyByIdAndIndex(1, 1)
     manager.push_cache(
@@ -87,11 +87,13 @@ def test_layers_of_a_pushed_slot(peer: Peer, manager: CacheManager, slots: Cache
     assert peer.bytes_of("cache")[4, 0].tolist() == given[5][0].tolist()
     manager.push_cache(CacheKeyByIdAndIndex(1, 1, 1), slots, tensor_num_per_layer=4)
     found = peer.bytes_of("cache")
-    # Four tensors a layer: the last one is short, and is not left out.
+    # With four tensors a layer, the last layer has only two, which move as well.
     assert [item[1].tolist() for item in found] == [item[0].tolist() for item in given]
 
 
-def test_a_cache_of_fewer_layers_goes_to_the_first_ones(peer: Peer, manager: CacheManager) -> None:
+def test_a_cache_of_fewer_layers_is_pushed_to_the_first_layers(
+    peer: Peer, manager: CacheManager
+) -> None:
     short = manager.allocate_cache(desc(2))
     given = fill(short, 5)
     manager.push_cache(CacheKeyByIdAndIndex(1, 1), short)
@@ -110,11 +112,12 @@ def test_push_blocks(peer: Peer, manager: CacheManager, blocks: Cache) -> None:
         assert not their[[0, 2, 3, 4, 5, 7]].any()
     manager.push_blocks(key, blocks, [0, 1, 2], [7, 5, 7], range(1), range(2, 3))
     found = peer.bytes_of("paged")
-    assert found[4, [5, 7]].tolist() == given[0][[1, 2]].tolist()  # the last wins
+    # block 7 comes twice: the last source wins
+    assert found[4, [5, 7]].tolist() == given[0][[1, 2]].tolist()
     assert not found[:4, [5, 7]].any()
 
 
-def test_pushes_that_cannot_be(
+def test_invalid_pushes_are_refused(
     peer: Peer, manager: CacheManager, slots: Cache, blocks: Cache
 ) -> None:
     key, paged = CacheKeyByIdAndIndex(1, 1), BlocksCacheKey(1)
@@ -181,7 +184,7 @@ def test_pushes_that_cannot_be(
             call()
 
 
-def test_in_request_mode_nothing_is_pushed(request_pair: tuple[Peer, LLMDataDist]) -> None:
+def test_in_request_mode_pushes_are_refused(request_pair: tuple[Peer, LLMDataDist]) -> None:
     _, datadist = request_pair
     manager = datadist.cache_manager
     slots, blocks = manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc())

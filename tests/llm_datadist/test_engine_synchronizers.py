@@ -1,4 +1,4 @@
-"""transfer_cache_async under faults: no failure reads as a success, nothing hangs."""
+"""Faults of transfer_cache_async: no failure is reported as a success, and no call hangs."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ Wrap = Callable[[Backend], Backend]
 
 
 @pytest.fixture
-def there(make_peer: MakePeer) -> Callable[[int], Destinations]:
-    """Makes destinations in a process of their own."""
+def make_destinations(make_peer: MakePeer) -> Callable[[int], Destinations]:
+    """A function that makes destinations in a process of their own."""
     return lambda cluster_id: Destinations(
         make_peer(cluster_id, "DECODER", **REMOTE), remote=True, layers=LAYERS
     )
@@ -47,7 +47,7 @@ def there(make_peer: MakePeer) -> Callable[[int], Destinations]:
 def make_wrapped(
     monkeypatch: pytest.MonkeyPatch, make_datadist: MakeDataDist
 ) -> Iterator[Callable[..., LLMDataDist]]:
-    """Makes the LLMDataDist of this process over wrapped backends; closes what it copies with."""
+    """A function that makes an LLMDataDist over wrapped backends, which are closed at the end."""
     made: list[Transfers] = []
 
     def make(wrap: Wrap, **options: str) -> LLMDataDist:
@@ -71,38 +71,38 @@ def slots(datadist: LLMDataDist) -> Cache:
     return slots_of(datadist.cache_manager)
 
 
-def arrived(there: Destinations) -> list[bool]:
-    """Whether each tensor has bytes in ROW."""
-    return [bool(item) for item in there.bytes_of("cache")[:, ROW].any(axis=1)]
+def arrived(destinations: Destinations) -> list[bool]:
+    """Return for each tensor if bytes arrived in ROW."""
+    return [bool(item) for item in destinations.bytes_of("cache")[:, ROW].any(axis=1)]
 
 
-class Tripwire:
-    """Something that a synchronizer stands at until the test lets it go on."""
+class Barrier:
+    """A barrier that holds a synchronizer until the test opens it."""
 
-    def __init__(self, says: Any = True) -> None:
-        self.reached = threading.Event()
+    def __init__(self, result: Any = True) -> None:
+        self.entered = threading.Event()
         self._go_on = threading.Event()
-        self._says = says
-        self.left = threading.Event()
+        self._result = result
+        self.released = threading.Event()
 
     def __call__(self) -> Any:
-        self.reached.set()
+        self.entered.set()
         assert self._go_on.wait(DEADLINE_S)
-        self.left.set()
-        return self._says
+        self.released.set()
+        return self._result
 
     def wait(self) -> None:
-        assert self.reached.wait(DEADLINE_S)
+        assert self.entered.wait(DEADLINE_S)
 
-    def go_on(self) -> None:
+    def open(self) -> None:
         self._go_on.set()
 
 
 @pytest.fixture
-def tripwire() -> Iterator[Tripwire]:
-    wire = Tripwire()
+def barrier() -> Iterator[Barrier]:
+    wire = Barrier()
     yield wire
-    wire.go_on()
+    wire.open()
 
 
 def raises(error: BaseException) -> Callable[[], Any]:
@@ -112,23 +112,23 @@ def raises(error: BaseException) -> Callable[[], Any]:
     return raise_it
 
 
-@pytest.mark.parametrize("says", [False, None, 0, ""])
-def test_a_synchronizer_that_says_no(
+@pytest.mark.parametrize("result", [False, None, 0, ""])
+def test_a_synchronizer_that_returns_false_ends_its_destinations(
     datadist: LLMDataDist,
     slots: Cache,
-    there: Callable[[int], Destinations],
+    make_destinations: Callable[[int], Destinations],
     caplog: pytest.LogCaptureFixture,
-    says: Any,
+    result: Any,
 ) -> None:
-    one, two = there(1), there(3)
+    one, two = make_destinations(1), make_destinations(3)
     link(datadist, one.peer, two.peer)
     caplog.set_level("WARNING")
-    model = Computing(slots, {7: lambda: says})
+    model = Computing(slots, {7: lambda: result})
     configs = [one.slot(), two.slot(range(7)), two.slot(range(9, 12)), two.slot(range(6, 8))]
     task = datadist.cache_manager.transfer_cache_async(slots, model, configs)
     assert task.get_results() == [PARAM_INVALID, SUCCESS, PARAM_INVALID, PARAM_INVALID]
     assert task.synchronize() == PARAM_INVALID
-    assert model.layers == list(range(8))  # and was not asked again
+    assert model.layers == list(range(8))  # no layer was requested again
     assert not any(arrived(one)[14:])
     assert arrived(two)[:14] == [True] * 14
     assert not any(arrived(two)[14:])
@@ -142,11 +142,11 @@ def test_a_synchronizer_that_says_no(
 def test_a_synchronizer_that_raises(
     datadist: LLMDataDist,
     slots: Cache,
-    there: Callable[[int], Destinations],
+    make_destinations: Callable[[int], Destinations],
     caplog: pytest.LogCaptureFixture,
     error: BaseException,
 ) -> None:
-    one = there(1)
+    one = make_destinations(1)
     link(datadist, one.peer)
     caplog.set_level("ERROR")
     model = Computing(slots, {7: raises(error)})
@@ -161,14 +161,14 @@ def test_a_synchronizer_that_raises(
     assert type(error).__name__ in caplog.text
 
 
-def test_what_the_synchronizer_says_must_have_a_truth(
-    datadist: LLMDataDist, slots: Cache, there: Callable[[int], Destinations]
+def test_a_result_without_a_truth_value_ends_the_transfer(
+    datadist: LLMDataDist, slots: Cache, make_destinations: Callable[[int], Destinations]
 ) -> None:
     class Untrue:
         def __bool__(self) -> bool:
             raise ArithmeticError
 
-    one = there(1)
+    one = make_destinations(1)
     link(datadist, one.peer)
     model = Computing(slots, {2: Untrue})
     task = datadist.cache_manager.transfer_cache_async(slots, model, [one.slot()])
@@ -178,67 +178,67 @@ def test_what_the_synchronizer_says_must_have_a_truth(
 def test_a_synchronizer_that_never_returns(
     datadist: LLMDataDist,
     slots: Cache,
-    there: Callable[[int], Destinations],
-    tripwire: Tripwire,
+    make_destinations: Callable[[int], Destinations],
+    barrier: Barrier,
 ) -> None:
-    one, two = there(1), there(3)
+    one, two = make_destinations(1), make_destinations(3)
     link(datadist, one.peer, two.peer)
-    model = Computing(slots, {7: tripwire})
+    model = Computing(slots, {7: barrier})
     configs = [one.slot(), two.slot(range(7))]
     task = datadist.cache_manager.transfer_cache_async(slots, model, configs)
-    tripwire.wait()
+    barrier.wait()
     assert task.synchronize(1) == TIMEOUT
     assert task.get_results(1)[0] == TIMEOUT
-    while task.get_results(0) != [TIMEOUT, SUCCESS]:  # the other has all that it needs
+    while task.get_results(0) != [TIMEOUT, SUCCESS]:  # the second config needs no further layer
         pass
     assert task.synchronize(0) == TIMEOUT
     assert not any(arrived(one)[14:])
     code = datadist.unlink_clusters([one.peer.info], 50)[0]
-    assert code == LLMStatusCode.LLM_LINK_BUSY  # it goes on
-    tripwire.go_on()
+    assert code == LLMStatusCode.LLM_LINK_BUSY  # the transfer goes on
+    barrier.open()
     assert task.get_results() == [SUCCESS, SUCCESS]
     assert (one.bytes_of("cache")[:, ROW] == model.expected()).all()
 
 
-def test_all_destinations_together_are_waited_for_as_long_as_is_said() -> None:
-    given = []
+def test_one_timeout_is_for_all_destinations_together() -> None:
+    timeouts = []
 
     class Endless(Destination):
         def status(self, timeout_s: float | None) -> None:
-            given.append(timeout_s)
+            timeouts.append(timeout_s)
             threading.Event().wait(timeout_s)
 
     feed = LayerFeed([Endless("one", None), Endless("other", None)], synchronizer=None, finish_ms=0)
     assert feed.statuses(0.05) == [None, None]
-    first, second = given
+    first, second = timeouts
     assert second < first <= 0.05
 
 
-def test_finalize_ends_what_waits_for_a_synchronizer(
-    make_datadist: MakeDataDist, there: Callable[[int], Destinations], tripwire: Tripwire
+def test_finalize_ends_calls_that_wait_for_a_synchronizer(
+    make_datadist: MakeDataDist, make_destinations: Callable[[int], Destinations], barrier: Barrier
 ) -> None:
     datadist = make_datadist(**REMOTE, **{"llm.SyncKvCacheWaitTime": "50"})
     slots = slots_of(datadist.cache_manager)
-    one = there(1)
+    one = make_destinations(1)
     link(datadist, one.peer)
     layers: list[int] = []
 
     class Late(Computing):
         def synchronize_layer(self, *arguments: Any) -> Any:
             layers.append(arguments[0])
-            return tripwire() if arguments[0] == 7 else True
+            return barrier() if arguments[0] == 7 else True
 
     task = datadist.cache_manager.transfer_cache_async(slots, Late(slots), [one.slot()])
-    tripwire.wait()
+    barrier.wait()
     results: list[list[LLMStatusCode]] = []
     waiting = threading.Thread(target=lambda: results.append(task.get_results()))
     waiting.start()
     datadist.finalize()
-    waiting.join(DEADLINE_S)  # though the synchronizer has not returned
+    waiting.join(DEADLINE_S)  # although the synchronizer has not returned
     assert results == [[FAILED]]
     assert task.synchronize() == FAILED
-    tripwire.go_on()
-    assert tripwire.left.wait(DEADLINE_S)
+    barrier.open()
+    assert barrier.released.wait(DEADLINE_S)
     ended = [item for item in threading.enumerate() if item.name == "kvplan-layers"]
     for item in ended:
         item.join(DEADLINE_S)
@@ -248,9 +248,9 @@ def test_finalize_ends_what_waits_for_a_synchronizer(
 
 
 def test_a_destination_that_dies_at_layer_7(
-    datadist: LLMDataDist, slots: Cache, there: Callable[[int], Destinations]
+    datadist: LLMDataDist, slots: Cache, make_destinations: Callable[[int], Destinations]
 ) -> None:
-    one, two = there(1), there(3)
+    one, two = make_destinations(1), make_destinations(3)
     link(datadist, one.peer, two.peer)
 
     def kill() -> bool:
@@ -262,16 +262,16 @@ def test_a_destination_that_dies_at_layer_7(
     task = datadist.cache_manager.transfer_cache_async(slots, model, configs)
     results = task.get_results()
     assert results[:2] == [LINK_FAILED, SUCCESS]
-    assert results[2] in (SUCCESS, LINK_FAILED)  # it may have been through before
+    assert results[2] in (SUCCESS, LINK_FAILED)  # the transfer may have ended before the kill
     assert task.synchronize() == LINK_FAILED
     assert model.layers == list(range(LAYERS))
     assert (two.bytes_of("cache")[:, ROW] == model.expected(1)).all()
 
 
 def test_a_destination_that_is_freed_at_layer_7(
-    datadist: LLMDataDist, slots: Cache, there: Callable[[int], Destinations]
+    datadist: LLMDataDist, slots: Cache, make_destinations: Callable[[int], Destinations]
 ) -> None:
-    one, two = there(1), there(3)
+    one, two = make_destinations(1), make_destinations(3)
     link(datadist, one.peer, two.peer)
 
     def free() -> bool:
@@ -286,9 +286,9 @@ def test_a_destination_that_is_freed_at_layer_7(
 
 
 def test_a_destination_that_is_unlinked_at_layer_7(
-    datadist: LLMDataDist, slots: Cache, there: Callable[[int], Destinations]
+    datadist: LLMDataDist, slots: Cache, make_destinations: Callable[[int], Destinations]
 ) -> None:
-    one, two = there(1), there(3)
+    one, two = make_destinations(1), make_destinations(3)
     link(datadist, one.peer, two.peer)
 
     def unlink() -> bool:
@@ -303,12 +303,12 @@ def test_a_destination_that_is_unlinked_at_layer_7(
 
 
 def test_a_copy_that_fails_at_layer_7(
-    make_wrapped: Callable[..., LLMDataDist], there: Callable[[int], Destinations]
+    make_wrapped: Callable[..., LLMDataDist], make_destinations: Callable[[int], Destinations]
 ) -> None:
-    # Of each transfer on its own: one of 7 layers has no such descriptor.
+    # The limit is of each transfer: one of 7 layers does not have that descriptor.
     datadist = make_wrapped(lambda value: fail_at(value, 2 * 7 + 1))
     slots = slots_of(datadist.cache_manager)
-    one, two = there(1), there(3)
+    one, two = make_destinations(1), make_destinations(3)
     link(datadist, one.peer, two.peer)
     model = Computing(slots)
     configs = [one.slot(), two.slot(range(20, 27), row=1)]
@@ -318,35 +318,35 @@ def test_a_copy_that_fails_at_layer_7(
     assert found[:14] == [True] * 14
     assert not any(found[16:])  # no further layer was begun
     assert (two.bytes_of("cache")[40:54, ROW] == model.expected(1)[40:54]).all()
-    # Nor was one asked for that no destination needs any more.
+    # No layer was requested that no destination needs any more.
     assert model.layers == [*range(8), *range(20, 27)]
 
 
 def test_layers_are_awaited_while_others_are_copied_and_the_last_has_a_deadline(
-    make_wrapped: Callable[..., LLMDataDist], there: Callable[[int], Destinations]
+    make_wrapped: Callable[..., LLMDataDist], make_destinations: Callable[[int], Destinations]
 ) -> None:
     datadist = make_wrapped(
         lambda value: delay(value, FOR_EVER_MS), **{"llm.SyncKvCacheWaitTime": "100"}
     )
     slots = slots_of(datadist.cache_manager)
-    one = there(1)
+    one = make_destinations(1)
     link(datadist, one.peer)
     model = Computing(slots)
     configs = [one.slot(range(3)), one.slot(range(2))]
     task = datadist.cache_manager.transfer_cache_async(slots, model, configs)
     assert task.get_results() == [TIMEOUT, TIMEOUT]
     assert task.synchronize() == TIMEOUT
-    assert model.layers == [0, 1, 2]  # though not one of them has been through
-    # Stopped: nothing holds the link any more.
+    assert model.layers == [0, 1, 2]  # although none of the transfers has ended
+    # The transfer was stopped, so the link is free.
     assert datadist.unlink_clusters([one.peer.info]) == (SUCCESS, [SUCCESS])
 
 
-def test_the_last_layer_may_take_all_of_its_time(
-    make_wrapped: Callable[..., LLMDataDist], there: Callable[[int], Destinations]
+def test_the_last_layer_may_use_all_of_its_time(
+    make_wrapped: Callable[..., LLMDataDist], make_destinations: Callable[[int], Destinations]
 ) -> None:
     datadist = make_wrapped(lambda value: delay(value, 300), **{"llm.SyncKvCacheWaitTime": "30000"})
     slots = slots_of(datadist.cache_manager)
-    one = there(1)
+    one = make_destinations(1)
     link(datadist, one.peer)
     model = Computing(slots)
     task = datadist.cache_manager.transfer_cache_async(slots, model, [one.slot()])
@@ -355,25 +355,25 @@ def test_the_last_layer_may_take_all_of_its_time(
 
 
 def test_no_destination_has_more_time_than_another(
-    make_wrapped: Callable[..., LLMDataDist], there: Callable[[int], Destinations]
+    make_wrapped: Callable[..., LLMDataDist], make_destinations: Callable[[int], Destinations]
 ) -> None:
-    """The one that is waited for last would be through, if its time began only then."""
+    """A time that began with the wait for each destination would suffice for the last one."""
     datadist = make_wrapped(lambda value: delay(value, 1300), **{"llm.SyncKvCacheWaitTime": "700"})
     slots = slots_of(datadist.cache_manager)
-    one = there(1)
+    one = make_destinations(1)
     link(datadist, one.peer)
     configs = [one.slot(range(2)), one.slot(range(2))]
     task = datadist.cache_manager.transfer_cache_async(slots, Computing(slots), configs)
     assert task.get_results() == [TIMEOUT, TIMEOUT]
 
 
-def test_what_fails_while_it_begins_leaves_nothing_behind(
+def test_a_call_that_fails_early_does_not_hold_the_link(
     datadist: LLMDataDist,
     slots: Cache,
-    there: Callable[[int], Destinations],
+    make_destinations: Callable[[int], Destinations],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    one = there(1)
+    one = make_destinations(1)
     link(datadist, one.peer)
 
     def no_more_threads(self: threading.Thread) -> None:
@@ -388,16 +388,16 @@ def test_what_fails_while_it_begins_leaves_nothing_behind(
     broken._cache_key = None
     with pytest.raises((AttributeError, TypeError)):
         start(slots, Computing(slots), [one.slot(), broken])
-    # Neither holds the link.
+    # Neither failed call holds the link.
     assert datadist.unlink_clusters([one.peer.info]) == (SUCCESS, [SUCCESS])
 
 
-def test_a_process_ends_though_a_synchronizer_does_not(
-    there: Callable[[int], Destinations],
+def test_a_process_ends_although_a_synchronizer_does_not(
+    make_destinations: Callable[[int], Destinations],
 ) -> None:
     from tests.llm_datadist.test_engine_lifecycle import run
 
-    one = there(1)
+    one = make_destinations(1)
     code = f"""
 import threading
 from kvplan.llm_datadist import *

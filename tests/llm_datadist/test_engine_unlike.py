@@ -1,4 +1,4 @@
-"""Official callers between caches that differ: what runs on the official engine runs, and warns."""
+"""Official callers between caches that differ: calls succeed as officially, and warn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Pair = tuple[Peer, LLMDataDist]
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was logged of caches that differ."""
+    """Return the logged warnings of caches that differ."""
     return [message for message in caplog.messages if "caches that differ" in message]
 
 
@@ -36,10 +36,10 @@ for number, array in enumerate(views(paged)):
     array[:] = number + 1
 result = paged.cache_id
 """
-"""Blocks of 64 bytes, tensor t filled with bytes t + 1."""
+"""Blocks of 64 bytes; all bytes of tensor t are t + 1."""
 
 
-def firsts(arrays: list[Any], block: int) -> list[int]:
+def first_bytes(arrays: list[Any], block: int) -> list[int]:
     return [int(array[block].min()) for array in arrays]
 
 
@@ -52,7 +52,7 @@ def firsts(arrays: list[Any], block: int) -> list[int]:
     ],
     ids=["data type", "layout", "label"],
 )
-def test_a_mismatch_is_copied_as_bytes_and_warned_of_once(
+def test_a_mismatch_is_copied_as_bytes_with_one_warning(
     remote_pair: Pair, caplog: pytest.LogCaptureFixture, kind: DataType, text: str, what: str
 ) -> None:
     peer, datadist = remote_pair
@@ -69,24 +69,24 @@ def test_a_mismatch_is_copied_as_bytes_and_warned_of_once(
         manager.push_blocks(BlocksCacheKey(1, 0), mine, [1], [0])
         assert len(warnings_of(caplog)) == 1
     for block in range(4):
-        assert firsts(arrays, block) == [1, 2, 3, 4]
+        assert first_bytes(arrays, block) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
     ("number", "ours", "theirs"),
     [
-        (3, None, None),  # no range: two tensors a layer need not divide them
+        (3, None, None),  # without a layer range, two tensors a layer need not divide them
         (3, "NHD", "NHD"),
         (4, "ND", "ND"),
         (4, "LBHNC", "LBHNC"),
         (4, "NHD", None),
-        (4, "LBHNC", "block first"),  # names and words of which the shape is none
+        (4, "LBHNC", "block first"),  # names and words that do not fit the shape
         (4, "block token head dim", "BLHNC"),
         (4, "block layer kv token", "kv block token dim"),
     ],
     ids=str,
 )
-def test_formats_and_odd_numbers_refuse_nothing_and_warn_once_where_they_differ(
+def test_formats_and_odd_numbers_are_accepted_and_differences_warn_once(
     remote_pair: Pair,
     caplog: pytest.LogCaptureFixture,
     number: int,
@@ -103,11 +103,11 @@ def test_formats_and_odd_numbers_refuse_nothing_and_warn_once_where_they_differ(
     with caplog.at_level(logging.WARNING, "kvplan"):
         manager.pull_blocks(BlocksCacheKey(1, 0), mine, [1], [3])
         manager.push_blocks(BlocksCacheKey(1, 0), mine, [3], [2])
-    assert firsts(arrays, 3) == list(range(1, number + 1))
+    assert first_bytes(arrays, 3) == list(range(1, number + 1))
     assert len(warnings_of(caplog)) == (ours != theirs)
 
 
-def test_a_slot_that_is_cut_into_blocks_is_no_mismatch(
+def test_a_slot_and_blocks_of_it_are_not_a_mismatch(
     remote_pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     peer, datadist = remote_pair
@@ -124,9 +124,9 @@ def test_a_slot_that_is_cut_into_blocks_is_no_mismatch(
     with caplog.at_level(logging.WARNING, "kvplan"):
         manager.pull_blocks(CacheKeyByIdAndIndex(1, cache), mine, [], [3, 1])
     assert caplog.messages == []
-    there = peer.bytes_of("cache")
+    their_cache = peer.bytes_of("cache")
     for tensor, array in enumerate(arrays):
-        assert (np.concatenate([array[3], array[1]]) == there[tensor][0]).all()
+        assert (np.concatenate([array[3], array[1]]) == their_cache[tensor][0]).all()
 
 
 @pytest.mark.parametrize("text", ["BLHNC", "block layer head token kv dim", "slot token kv x y z"])

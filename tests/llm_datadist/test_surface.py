@@ -1,4 +1,4 @@
-"""The surface of the official package, by introspection: see surface.txt, which was made that way.
+"""The surface of the official package, compared by introspection with surface.txt.
 
 A line of surface.txt is a class with its constructor, a method, a property, or a member of an enum;
 annotations are left out.
@@ -49,7 +49,7 @@ MODULES = {
     "v2.config": "EngineConfig",
 }
 
-# An error never has the status of a success, and says more than the official one.
+# kvplan's error never has the status of a success, and has more attributes.
 OURS = {
     "class LLMException(self, *args, status_code=LLMStatusCode.LLM_SUCCESS)": "class LLMException"
     "(self, *args, status_code=LLMStatusCode.LLM_FAILED, origin=None, unconfirmed=())",
@@ -57,8 +57,8 @@ OURS = {
 OUR_MEMBERS = {"LLMStatusCode": ["    LLM_CANCELLED = -2"]}
 
 
-def written() -> dict[str, list[str]]:
-    """The lines of each class of surface.txt, by the class's name."""
+def classes_of_file() -> dict[str, list[str]]:
+    """Return the lines of each class of surface.txt, by the name of the class."""
     found: dict[str, list[str]] = {}
     for block in (Path(__file__).with_name("surface.txt")).read_text().strip().split("\n\n"):
         head, *members = block.splitlines()
@@ -67,7 +67,7 @@ def written() -> dict[str, list[str]]:
     return found
 
 
-WRITTEN = written()
+WRITTEN = classes_of_file()
 
 
 def class_called(name: str) -> type:
@@ -75,8 +75,8 @@ def class_called(name: str) -> type:
     return found if found is not None else getattr(package, name)  # type: ignore[no-any-return]
 
 
-class Shown:
-    """A default, as surface.txt writes it."""
+class Default:
+    """A default, with the text of surface.txt as its repr."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -86,11 +86,11 @@ class Shown:
 
 
 def arguments(call: Callable[..., object]) -> str:
-    """Names, kinds and defaults of the parameters, as text."""
+    """Return names, kinds and defaults of the parameters, as text."""
     signature, empty = inspect.signature(call), inspect.Parameter.empty
     bare = [
         each.replace(
-            annotation=empty, default=empty if each.default is empty else Shown(each.default)
+            annotation=empty, default=empty if each.default is empty else Default(each.default)
         )
         for each in signature.parameters.values()
     ]
@@ -102,7 +102,7 @@ def constructor(found: type) -> str:
 
 
 def members(found: type) -> Iterator[str]:
-    """The public members, also of base classes other than Python's own."""
+    """Return the public members, also of base classes other than Python's own."""
     bases = [base for base in reversed(found.__mro__) if base.__module__.startswith(ROOMS)]
     for name, member in {name: each for base in bases for name, each in vars(base).items()}.items():
         if name.startswith("_"):
@@ -138,13 +138,13 @@ def test_an_enum_has_the_official_members(name: str) -> None:
     assert [head, *sorted(lines)] == [WRITTEN[name][0], *sorted(WRITTEN[name][1:])]
 
 
-def test_nothing_that_was_counted_is_lost() -> None:
+def test_the_file_has_the_official_numbers_of_classes_and_members() -> None:
     lines = [line for lines in WRITTEN.values() for line in lines]
     assert sum(line.startswith("class") for line in lines) == 17
     assert sum(line.startswith("    ") and "(" in line for line in lines) == 39
     assert sum("property" in line for line in lines) == 69
     assert sum("settable" in line for line in lines) == 31
-    assert sum(" = " in line for line in lines) == 56 + 1  # ours
+    assert sum(" = " in line for line in lines) == 56 + 1  # LLM_CANCELLED of kvplan
 
 
 def test_the_package_exports_the_official_names() -> None:
@@ -175,7 +175,7 @@ def test_importing_sets_the_variable_that_the_official_package_sets(
     if before is not None:
         environment["AUTO_USE_UC_MEMORY"] = before
     code = "import kvplan.llm_datadist, os; print(os.environ['AUTO_USE_UC_MEMORY'])"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == after
+    assert process.stdout.strip() == after

@@ -1,4 +1,4 @@
-"""The values: what they hold, how they print, and which rule is the first to refuse."""
+"""Values: their fields, their texts, and the order of the rules that refuse arguments."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ PRINTED = {
 
 
 @pytest.mark.parametrize("text", PRINTED)
-def test_it_prints_as_the_official_one(text: str) -> None:
+def test_a_value_prints_as_the_official_one(text: str) -> None:
     value = PRINTED[text]
     assert (repr(value), str(value)) == (text, text)
 
 
 @pytest.mark.parametrize("text", PRINTED)
-def test_it_is_copied_and_pickled(text: str) -> None:
+def test_a_value_is_copied_and_pickled(text: str) -> None:
     value = PRINTED[text]
     for other in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
         assert other is not value
@@ -91,18 +91,18 @@ def test_a_value_is_equal_to_itself_only(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cluster_id", "req_id", "model_id", "prefix_id"])
-def test_what_is_not_settable_is_refused(name: str) -> None:
+def test_read_only_attributes_are_not_settable(name: str) -> None:
     with pytest.raises(AttributeError):
         setattr(CacheKey(1, 2), name, 3)
 
 
-def test_a_description_keeps_the_shape_that_it_is_given() -> None:
+def test_a_description_keeps_its_shape() -> None:
     given = [4, 8]
     assert CacheDesc(1, given, INT8).shape is given
     assert CacheDesc(1, (4, 8), INT8).shape == (4, 8)
 
 
-def test_a_dimension_is_changed_and_the_size_with_it() -> None:
+def test_a_changed_dimension_changes_the_size() -> None:
     desc = CacheDesc(1, [4, 8], DataType.DT_FLOAT16)
     assert (desc.batch_size, desc.size) == (4, 64)
     desc.update_dim(0, 5)
@@ -113,7 +113,7 @@ def test_a_dimension_is_changed_and_the_size_with_it() -> None:
         CacheDesc(1, (4, 8), INT8).update_dim(0, 5)
 
 
-def test_the_dimension_of_slots_is_the_one_that_is_given() -> None:
+def test_the_dimension_of_slots_is_the_argument() -> None:
     desc = CacheDesc(1, [1, 8, 2], INT8, batch_dim_index=1)
     assert (desc.batch_dim, desc.batch_size) == (1, 8)
 
@@ -156,7 +156,7 @@ FIRST_TO_REFUSE = {
 
 
 @pytest.mark.parametrize("message", FIRST_TO_REFUSE)
-def test_the_first_rule_that_is_broken_refuses(message: str) -> None:
+def test_the_first_broken_rule_refuses(message: str) -> None:
     kind, call = FIRST_TO_REFUSE[message]
     with pytest.raises(kind, match=re.escape(message)) as raised:
         call()
@@ -207,7 +207,7 @@ def test_a_keyed_destination_is_changed_by_looser_rules_than_its_constructors() 
     config.src_layer_range = config.dst_layer_range = None
     config.src_batch_index = 3
     config.cache_key = BlocksCacheKey(9)
-    assert config.dst_cluster_id == 2  # of the key that it was made with
+    assert config.dst_cluster_id == 2  # of the key in the constructor
     with pytest.raises(LLMException, match="src_batch_index=1 must be 0"):
         config.src_batch_index = 1
     assert config.src_batch_index == 3
@@ -250,7 +250,7 @@ class Owner:
             raise self.refusal
 
 
-def test_a_dropped_cache_of_version_1_is_taken_back() -> None:
+def test_a_dropped_cache_of_version_1_is_deallocated() -> None:
     owner = Owner()
     KvCache(3, host(), [[1, 2]], owner)
     deallocated = KvCache(4, host(), [[1, 2]], owner)
@@ -263,7 +263,7 @@ def test_a_dropped_cache_of_version_1_is_taken_back() -> None:
     assert owner.taken_back == [3]
 
 
-def test_a_dropped_cache_that_cannot_be_taken_back_is_logged(
+def test_a_failure_to_deallocate_a_dropped_cache_is_logged(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     KvCache(3, host(), [[1, 2]], Owner(LLMException("the engine is gone")))
@@ -273,7 +273,7 @@ def test_a_dropped_cache_that_cannot_be_taken_back_is_logged(
     )
 
 
-def test_a_cache_that_was_never_made_is_dropped_in_silence() -> None:
+def test_a_cache_whose_constructor_failed_is_dropped_silently() -> None:
     with pytest.raises(ValueError, match="cache_id"):
         KvCache(2**63, host(), [[1, 2]], Owner())
     gc.collect()  # an error in __del__ would fail this test
@@ -295,12 +295,12 @@ def test_an_exception_keeps_its_arguments_and_status(arguments: tuple[object, ..
         raised.status_code = LLMStatusCode.LLM_SUCCESS  # type: ignore[misc]
 
 
-def test_an_exception_of_a_number_of_its_own() -> None:
+def test_an_exception_with_an_unknown_number() -> None:
     raised = LLMException("a", status_code=100)  # type: ignore[arg-type]
     assert (raised.status_code, str(raised)) == (100, "a (100)")
 
 
-def test_a_property_is_documented_as_if_it_had_been_written_out() -> None:
+def test_a_generated_property_has_a_docstring_and_types() -> None:
     prop = vars(TransferConfig)["src_layer_range"]
     assert inspect.getdoc(prop) == inspect.getdoc(prop.fget) == "Local layers; None: all."
     assert inspect.signature(prop.fget).return_annotation == range | None

@@ -1,4 +1,4 @@
-"""`LLMConfig` and `LLMClusterInfo`: what they are before they are set, and what becomes of it."""
+"""`LLMConfig` and `LLMClusterInfo`: their defaults, and the options made of them."""
 
 from __future__ import annotations
 
@@ -64,16 +64,16 @@ BY_DEFAULT = {"llm.MemoryUtilization": "0.95"}
 
 
 @pytest.mark.parametrize("name", UNSET)
-def test_what_is_not_set_has_a_value(name: str) -> None:
+def test_an_unset_property_has_a_default(name: str) -> None:
     assert getattr(LLMConfig(), name) == UNSET[name]
 
 
-def test_what_is_not_set_is_no_option() -> None:
+def test_unset_properties_are_left_out_of_the_options() -> None:
     assert LLMConfig().generate_options() == BY_DEFAULT
 
 
 @pytest.mark.parametrize("name", SET)
-def test_what_is_set_is_an_option(name: str) -> None:
+def test_a_set_property_is_an_option(name: str) -> None:
     config = LLMConfig()
     value, options = SET[name]
     setattr(config, name, value)
@@ -92,7 +92,7 @@ def test_all_options_come_in_the_official_order() -> None:
     "name",
     [name for name in SET if SET[name][0] == "" or name.startswith("enable")],
 )
-def test_none_unsets(name: str) -> None:
+def test_none_unsets_a_property(name: str) -> None:
     config = LLMConfig()
     setattr(config, name, SET[name][0])
     setattr(config, name, None)
@@ -103,7 +103,7 @@ def test_none_unsets(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["buf_pool_cfg", "mem_pool_cfg", "host_mem_pool_cfg", "listen_ip_info"]
 )
-def test_an_empty_text_is_no_option(name: str) -> None:
+def test_an_empty_text_is_left_out_of_the_options(name: str) -> None:
     config = LLMConfig()
     setattr(config, name, "")
     assert config.generate_options() == BY_DEFAULT
@@ -128,7 +128,7 @@ def test_ge_options_are_overruled_by_properties() -> None:
 
 
 @pytest.mark.parametrize("devices", [[4, 5], (4, 5)])
-def test_of_several_devices_the_first_is_the_sessions(devices: list[int]) -> None:
+def test_the_first_of_several_devices_is_the_sessions(devices: list[int]) -> None:
     config = LLMConfig()
     config.device_id = devices
     assert config.generate_options() == BY_DEFAULT | {
@@ -137,14 +137,14 @@ def test_of_several_devices_the_first_is_the_sessions(devices: list[int]) -> Non
     }
 
 
-def test_no_device_at_all_is_refused_when_options_are_made() -> None:
+def test_an_empty_list_of_devices_is_refused_when_options_are_made() -> None:
     config = LLMConfig()
     config.device_id = []
     with pytest.raises(LLMException, match=r"device_id=\[\] is empty"):
         config.generate_options()
 
 
-def test_programs_that_set_what_lies_behind_a_property_are_heard() -> None:
+def test_the_private_attribute_of_a_property_may_be_set() -> None:
     config = LLMConfig()
     config._enable_remote_cache_accessible = True  # type: ignore[attr-defined]
     assert config.enable_remote_cache_accessible is True
@@ -206,7 +206,7 @@ def test_an_invalid_address_is_refused_and_not_added(ip: str) -> None:
     assert cluster.remote_ip_info_list == []
 
 
-def test_where_to_listen_is_read_as_text_and_as_integer() -> None:
+def test_the_listening_address_is_read_as_text_and_as_integer() -> None:
     assert parse_listen_ip_info("1.2.3.4:5") == ("1.2.3.4", 5)
     assert EngineConfig.parse_listen_ip_info("1.2.3.4:5") == (trans_str_ip("1.2.3.4"), 5)
 
@@ -214,7 +214,7 @@ def test_where_to_listen_is_read_as_text_and_as_integer() -> None:
 @pytest.mark.parametrize(
     "text", ["x", "a:b:c", "1.2.3.4:", "1.2.3.4:abc", "1.2.3.4:65536", "[::1]:5"]
 )
-def test_where_to_listen_has_one_form(text: str) -> None:
+def test_the_listening_address_has_one_form(text: str) -> None:
     with pytest.raises(LLMException, match="listenIpInfo"):
         parse_listen_ip_info(text)
 

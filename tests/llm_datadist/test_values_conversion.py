@@ -1,4 +1,4 @@
-"""Official values as the engine's: nothing is lost, and what cannot be is refused."""
+"""Official values converted to the engine's: each field is kept, and invalid values are refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_key_by_id_keeps_its_ids(cluster_id: int, cache_id: int, batch_index: 
 
 
 @pytest.mark.parametrize("ids", [(-1,), (2**64,), (None,), (1, -1)])
-def test_a_blocks_key_that_names_nothing_is_refused_when_it_is_used(ids: Any) -> None:
+def test_a_blocks_key_without_ids_is_refused_when_it_is_used(ids: Any) -> None:
     with pytest.raises(TypeError, match=r"cluster_id|model_id"):
         key_of(BlocksCacheKey(*ids))
 
@@ -68,7 +68,7 @@ def test_a_description_keeps_its_fields(data_type: DataType) -> None:
     assert official.size == 20 * dtype_to_np_dtype[data_type]().itemsize
 
 
-def test_the_first_dimension_counts_rows_whichever_is_named() -> None:
+def test_the_first_dimension_counts_rows_in_any_format() -> None:
     assert desc_of(CacheDesc(1, [4, 5], DataType.DT_INT8, batch_dim_index=1)).batch_size == 4
 
 
@@ -84,7 +84,7 @@ def test_the_first_dimension_counts_rows_whichever_is_named() -> None:
     ],
     ids=str,
 )
-def test_a_description_of_nothing_is_invalid_when_it_is_used(official: CacheDesc) -> None:
+def test_an_empty_description_is_invalid_when_it_is_used(official: CacheDesc) -> None:
     with refused(kvplan.LLMStatusCode.LLM_PARAM_INVALID):
         desc_of(official)
 
@@ -96,7 +96,7 @@ def test_a_description_without_a_type_is_refused_when_it_is_used(field: str) -> 
         desc_of(CacheDesc(1, [4], **given))
 
 
-def test_a_cache_without_id_brings_its_addresses() -> None:
+def test_a_cache_without_an_id_has_its_addresses() -> None:
     desc = CacheDesc(2, [4], DataType.DT_INT8, Placement.HOST)
     ours = cache_of(Cache.create_cpu_cache(desc, [4096, 8192]))
     assert ours == kvplan.Cache(desc_of(desc), -1, (4096, 8192))
@@ -119,7 +119,7 @@ def test_a_cluster_keeps_its_addresses() -> None:
 
 
 @pytest.mark.parametrize("ip", [-1, 2**32, None])
-def test_an_integer_that_is_no_address_is_invalid(ip: Any) -> None:
+def test_an_integer_that_is_not_an_address_is_invalid(ip: Any) -> None:
     cluster = LLMClusterInfo()
     cluster.remote_cluster_id = 1
     cluster.append_remote_ip_info(ip, 5)
@@ -133,7 +133,7 @@ def test_a_cluster_without_id_is_refused() -> None:
 
 
 @pytest.mark.parametrize("data_type", DataType)
-def test_a_type_is_found_by_its_number_and_by_that_of_numpy(data_type: DataType) -> None:
+def test_a_data_type_is_found_by_its_number_and_its_numpy_type(data_type: DataType) -> None:
     import numpy as np
 
     assert get_python_dtype_from_wrapper_dtype(data_type.value) is data_type
@@ -142,7 +142,7 @@ def test_a_type_is_found_by_its_number_and_by_that_of_numpy(data_type: DataType)
     assert np_dtype_to_dtype[np_dtype] is expected
 
 
-def test_a_number_of_no_type_is_refused() -> None:
+def test_an_unknown_number_of_a_data_type_is_refused() -> None:
     with pytest.raises(ValueError, match="28"):
         get_python_dtype_from_wrapper_dtype(28)
 
@@ -196,6 +196,6 @@ def test_invalid_layers_are_refused(layers: Any, kind: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize(("number", "invalid"), [(-1, True), (2**64 - 1, True), (0, False)])
-def test_an_id_may_say_none(number: int, invalid: bool) -> None:
+def test_the_largest_number_is_an_invalid_id(number: int, invalid: bool) -> None:
     assert llm_utils.is_invalid_id(number) is invalid
     assert llm_utils.is_valid_id(number) is not invalid

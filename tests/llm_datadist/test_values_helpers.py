@@ -1,4 +1,4 @@
-"""What programs import from `.utils` and `.status`: checks, log, statuses."""
+"""Names that programs import from `.utils` and `.status`: checks, log, statuses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ WIDTHS: list[tuple[Callable[[str, object], None], int, int]] = [
 
 
 @pytest.mark.parametrize(("check", "low", "high"), WIDTHS)
-def test_a_width_has_two_ends(check: Callable[[str, object], None], low: int, high: int) -> None:
+def test_an_integer_is_checked_at_both_ends_of_its_range(
+    check: Callable[[str, object], None], low: int, high: int
+) -> None:
     for number in (low, high):
         check("n", number)
     for number in (low - 1, high + 1):
@@ -47,7 +49,7 @@ def test_a_width_has_two_ends(check: Callable[[str, object], None], low: int, hi
         (utils.check_list_uint64, 2**64 - 1, -1),
     ],
 )
-def test_each_element_has_a_width(
+def test_the_range_of_each_element_is_checked(
     check: Callable[[str, list[Any]], None], good: int, bad: int
 ) -> None:
     check("n", [good, 1])
@@ -57,7 +59,7 @@ def test_each_element_has_a_width(
         check("n", [good, None])
 
 
-def test_what_is_not_given_has_a_default() -> None:
+def test_a_missing_value_has_a_default() -> None:
     assert utils.check_positive_or_set_default("n", None) == -1
     assert utils.check_positive_or_set_default("n", None, 7) == 7
     assert utils.check_positive_or_set_default("n", 0, 7) == 0
@@ -93,7 +95,7 @@ def test_a_message_shortens_the_value_that_it_shows() -> None:
 
 
 @pytest.mark.parametrize("code", LLMStatusCode)
-def test_a_number_is_its_status(code: LLMStatusCode) -> None:
+def test_a_number_becomes_its_status(code: LLMStatusCode) -> None:
     known = code >= 0
     assert statuses.code_2_status(int(code)) is (code if known else LLMStatusCode.LLM_FAILED)
     assert Status(code).is_ok() is (code is LLMStatusCode.LLM_SUCCESS)
@@ -105,7 +107,7 @@ def test_an_unknown_number_is_a_failure(number: int) -> None:
     assert statuses.code_2_status(number) is LLMStatusCode.LLM_FAILED
 
 
-def test_a_returned_status_is_raised_unless_it_is_success() -> None:
+def test_a_returned_failure_is_raised() -> None:
     statuses.handle_llm_status(0, "f", "x")
     with refused(LLMStatusCode.LLM_TIMEOUT, r"f: LLMStatusCode\.LLM_TIMEOUT, x = 1"):
         statuses.handle_llm_status(int(LLMStatusCode.LLM_TIMEOUT), "f", "x = 1")
@@ -147,8 +149,8 @@ def test_the_caller_is_found_from_any_depth() -> None:
     assert log._find_caller(stack_level=10_000)[3] is None
 
 
-def test_a_handler_that_raises_ends_nobody(capsys: pytest.CaptureFixture[str]) -> None:
-    """Threads that others depend on log here."""
+def test_a_handler_that_raises_ends_no_thread(capsys: pytest.CaptureFixture[str]) -> None:
+    """Threads on which others depend write to this log."""
 
     class Broken(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -162,7 +164,7 @@ def test_a_handler_that_raises_ends_nobody(capsys: pytest.CaptureFixture[str]) -
         log.get_logger().removeHandler(broken)
     output = capsys.readouterr()
     assert "no space left" in output.err
-    assert "test_a_handler_that_raises_ends_nobody: said it" in output.out
+    assert "test_a_handler_that_raises_ends_no_thread: said it" in output.out
 
 
 def test_the_logger_is_made_once() -> None:
@@ -174,9 +176,7 @@ def test_the_logger_is_made_once() -> None:
     ("level", "lines"),
     [("0", "iwe"), ("1", "iwe"), ("2", "we"), ("3", "e"), ("x", "e"), (None, "e")],
 )
-def test_the_environment_says_what_is_logged_to_standard_output(
-    level: str | None, lines: str
-) -> None:
+def test_the_environment_sets_the_level_of_standard_output(level: str | None, lines: str) -> None:
     code = (
         "from kvplan.llm_datadist.utils import log\n"
         "log.info('i'), log.warn('w'), log.error('%s', 'e')"
@@ -184,10 +184,10 @@ def test_the_environment_says_what_is_logged_to_standard_output(
     environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
     if level is not None:
         environment["ASCEND_GLOBAL_LOG_LEVEL"] = level
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    assert [line[-1] for line in done.stdout.splitlines()] == list(lines)
-    assert "LLM_DATADIST(" in done.stdout
-    assert "[<string>:2]" in done.stdout
-    assert done.stderr == ""
+    assert [line[-1] for line in process.stdout.splitlines()] == list(lines)
+    assert "LLM_DATADIST(" in process.stdout
+    assert "[<string>:2]" in process.stdout
+    assert process.stderr == ""

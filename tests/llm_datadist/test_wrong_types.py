@@ -1,4 +1,4 @@
-"""A value of one surface given to the other: its short name would not say what is wrong."""
+"""Values of one surface given to the other: the message has the full name of the class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NATIVE = kvplan.CacheDesc(2, (2, 8), kvplan.DataType.DT_INT8)
 OFFICIAL: Any = official.CacheDesc(2, [2, 8], official.DataType.DT_INT8)
 
 
-def test_an_official_description_is_no_native_one() -> None:
+def test_an_official_description_is_refused_as_a_native_one() -> None:
     with pytest.raises(TypeError) as caught:
         kvplan.plan(Transfer(Rows(OFFICIAL, slot=0), Rows(NATIVE, slot=1)))
     native = "kvplan.types.CacheDesc or kvplan.types.Cache or kvplan.types.RemoteCache"
@@ -24,7 +24,7 @@ def test_an_official_description_is_no_native_one() -> None:
 
 
 @pytest.mark.parametrize("kind", ["CacheDesc", "Cache"])
-def test_a_native_value_is_no_official_one(kind: str) -> None:
+def test_a_native_value_is_refused_as_an_official_one(kind: str) -> None:
     native = {"CacheDesc": NATIVE, "Cache": kvplan.Cache(NATIVE, 1)}[kind]
     needed = getattr(official, kind)
     with pytest.raises(TypeError, match=rf"{needed.__module__}.{kind}, not kvplan.types.{kind}$"):

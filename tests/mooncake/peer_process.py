@@ -1,4 +1,4 @@
-"""What a peer of the tests has: Mooncake's engine."""
+"""The names that snippets in a peer can use: Mooncake's engine."""
 
 import mmap
 from typing import Any

@@ -1,7 +1,7 @@
-"""One program for two implementations of Mooncake's engine: prints the outcome of each row.
+"""A program for two implementations of Mooncake's engine, which prints the outcome of each row.
 
 `python semantics.py MODULE` imports MODULE (`mooncake.engine`, `kvplan.mooncake.engine`). A row is
-a small use of two engines in one process; its outcome is a value that JSON has, or an exception.
+a small use of two engines in one process. Its outcome is a value that JSON has, or an exception.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class World:
 
     def end(self, batch: int) -> int:
         status = 0
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while status == 0 and time.monotonic() < deadline:
             status = self.here.transfer_check_status(batch)
         return int(status)
 
 
 def sign(number: int) -> str:
-    """Which error it is differs: that it is one is what programs look at."""
+    """Return the sign only: error numbers differ, and programs look only for an error."""
     return "0" if number == 0 else "above 0" if number > 0 else "below 0"
 
 
@@ -224,7 +224,7 @@ def notifications(world: World) -> Any:
     note = module.TransferNotify("name", "message")
     status = world.here.batch_transfer_sync(world.peer, [world.a], [world.b], [64], read, note)
     found: list[Any] = []
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not found and time.monotonic() < deadline:
         found = world.there.get_notifies()
     return status, [(each.name, each.msg) for each in found], world.there.get_notifies()
@@ -271,7 +271,7 @@ def more_than_2048_descriptors(world: World) -> Any:
 
 @row
 def names(world: World) -> Any:
-    own = {"close", "datadist"}  # of kvplan
+    own = {"close", "datadist"}  # names of kvplan
     public = [name for name in dir(world.module.TransferEngine) if not name.startswith("_")]
     return sorted({*public} - own), sorted(world.module.TransferOpcode.__members__)
 

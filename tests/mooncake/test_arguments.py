@@ -39,15 +39,20 @@ def address(engine: TransferEngine) -> Iterator[int]:
 
 
 WRONG: dict[str, Callable[[TransferEngine, int], Any]] = {
-    "data": lambda engine, at: engine.write_bytes_to_buffer(at, 5, 5),  # type: ignore[arg-type]
+    "data=5": lambda engine, at: engine.write_bytes_to_buffer(at, 5, 5),  # type: ignore[arg-type]
+    "dest_address is a float": lambda engine, _: engine.write_bytes_to_buffer(1.5, b"", 0),  # type: ignore[arg-type]
+    "source_address is a str": lambda engine, _: engine.read_bytes_from_buffer("", 0),  # type: ignore[arg-type]
+    "buffer_addr is a float": lambda engine, _: engine.free_managed_buffer(1.5, 1),  # type: ignore[arg-type]
     "location": lambda engine, at: engine.register_memory(at + SIZE, 1, None),  # type: ignore[arg-type]
     "notify": lambda engine, at: engine.transfer_sync(engine._own, at, at + 64, 8, Write, "text"),  # type: ignore[arg-type]
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_of_the_wrong_type(engine: TransferEngine, address: int, name: str) -> None:
-    with pytest.raises(TypeError, match=name.replace("data", "bytes-like")):
+def test_arguments_of_the_wrong_type_are_refused(
+    engine: TransferEngine, address: int, name: str
+) -> None:
+    with pytest.raises(TypeError, match=f"^{name}"):
         WRONG[name](engine, address)
 
 
@@ -68,18 +73,18 @@ def test_a_timeout_that_is_too_large(
 def test_an_engine_without_a_port_is_not_initialized(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A peer could not name it."""
+    """A peer could not name the engine."""
     monkeypatch.setenv("KVPLAN_LISTEN_IP_INFO", f"ipc://{tmp_path}/socket")
     engine = TransferEngine()
     assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == -1
-    assert list(tmp_path.iterdir()) == []  # it does not listen any more
+    assert list(tmp_path.iterdir()) == []  # the engine does not listen any more
     monkeypatch.delenv("KVPLAN_LISTEN_IP_INFO")
     assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
     engine.close()
 
 
 def on_device() -> str:
-    """Take memory of a device for the host's; return the outcomes."""
+    """Use memory of a device as host memory, and return the outcomes."""
     logging.disable()
     engine = TransferEngine()
     assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "ascend", "") == 0

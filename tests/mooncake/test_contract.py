@@ -1,4 +1,4 @@
-"""Between two processes: right bytes, and after -1 no more of them."""
+"""Transfers between two processes: right bytes, and no more of them after -1."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 class Peer(peer.Peer):
-    """An engine with `memory`, at `address` there; `name` is that of the engine."""
+    """A process with an engine called `name`, and its `memory` at `address`."""
 
     module = "tests.mooncake.peer_process"
 
@@ -59,7 +59,7 @@ class Here:
 def make(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[int], Here]]:
-    """Makes a peer with memory of a size, and an engine here with as much."""
+    """A function that makes a peer with memory of a size, and an engine here with as much."""
     monkeypatch.setenv("KVPLAN_TRANSPORT", request.param)
     with ExitStack() as held:
 
@@ -75,7 +75,7 @@ def make(
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_a_batch_that_is_refused_registers_nothing(wrong: int) -> None:
-    """Whichever of three is refused; afterwards all of the memory can be registered."""
+    """Any of three pieces is refused; afterwards all of the memory can be registered."""
     engine, memory = TransferEngine(), np.zeros(4096, np.uint8)
     assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
     addresses, sizes = [memory.ctypes.data + 1024 * i for i in range(3)], [1024] * 3
@@ -86,7 +86,7 @@ def test_a_batch_that_is_refused_registers_nothing(wrong: int) -> None:
     engine.close()
 
 
-def test_an_engine_that_is_started_again_has_no_memory_of_before() -> None:
+def test_a_restarted_engine_has_no_earlier_memory() -> None:
     engine, memory = TransferEngine(), np.zeros(4096, np.uint8)
     for _ in range(2):
         assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
@@ -96,7 +96,7 @@ def test_an_engine_that_is_started_again_has_no_memory_of_before() -> None:
 
 
 @pytest.fixture
-def alone() -> Iterator[TransferEngine]:
+def single_engine() -> Iterator[TransferEngine]:
     engine = TransferEngine()
     assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
     yield engine
@@ -122,11 +122,11 @@ class Transferring:
 
 @pytest.mark.parametrize("takes_ms", [0, 3_000_000], ids=["at once", "in fifty minutes"])
 @pytest.mark.parametrize("failed", [None, 0, 1, 2])
-def test_one_of_several_batches_that_has_failed_is_a_failure_and_all_are_forgotten(
-    alone: TransferEngine, failed: int | None, takes_ms: float
+def test_a_failed_batch_fails_all_and_all_are_forgotten(
+    single_engine: TransferEngine, failed: int | None, takes_ms: float
 ) -> None:
-    """Each has an hour, and is waited for as long as that."""
-    requests = alone._running().requests
+    """Each batch has a timeout of an hour, and the wait lasts as long."""
+    requests = single_engine._running().requests
     batches = [
         requests.add(
             Request(
@@ -142,17 +142,17 @@ def test_one_of_several_batches_that_has_failed_is_a_failure_and_all_are_forgott
         )
         for number in range(3)
     ]
-    assert alone.get_batch_transfer_status(batches) == (0 if failed is None else -1)
+    assert single_engine.get_batch_transfer_status(batches) == (0 if failed is None else -1)
     assert requests.numbers() == []
 
 
 @pytest.mark.parametrize(
     ("has_ended", "left_s", "status"), [(False, 3600, 0), (False, 0, -2), (True, 0, 1)]
 )
-def test_a_batch_that_takes_too_long_is_stopped_and_its_status_says_so(
-    alone: TransferEngine, has_ended: bool, left_s: float, status: int
+def test_a_batch_that_times_out_is_stopped(
+    single_engine: TransferEngine, has_ended: bool, left_s: float, status: int
 ) -> None:
-    """One that has ended in time is a success, however late its status is asked for."""
+    """A batch that has ended in time is a success, even if its status is queried late."""
     desc = CacheDesc(1, (1, 8), DataType.DT_INT8)
     plan = kvplan.plan(Transfer(Rows(desc, [0]), Rows(desc, [0])), local="dst")
     arrays = [[np.full(8, fill, np.uint8)] for fill in (1, 2)]
@@ -163,18 +163,18 @@ def test_a_batch_that_takes_too_long_is_stopped_and_its_status_says_so(
             task.wait()
         ranges = AddressRanges(1, [1], [1], [1])
         request = Request(task, ranges, "there", "READ", time.monotonic() + left_s)
-        batch = alone._running().requests.add(request)
-        assert alone.transfer_check_status(batch) == status
+        batch = single_engine._running().requests.add(request)
+        assert single_engine.transfer_check_status(batch) == status
         assert (task.done, arrays[1][0][0]) == (status != 0, 1 if has_ended else 2)
-        assert alone._running().requests.numbers() == ([batch] if status == 0 else [])
+        assert single_engine._running().requests.numbers() == ([batch] if status == 0 else [])
         task.cancel()
 
 
 @pytest.mark.parametrize("unknown", [0, 1, 2])
-def test_beside_an_unknown_batch_the_others_are_waited_for(
+def test_an_unknown_batch_does_not_end_the_wait_for_others(
     make: Callable[[int], Here], unknown: int
 ) -> None:
-    """They have ended when -1 is returned."""
+    """The other batches have ended when -1 is returned."""
     here = make()
     lists = [here.address], [here.peer.address], [MIB]
     batches = [here.engine.batch_transfer_async_read(here.peer.name, *lists) for _ in range(2)]
@@ -184,97 +184,99 @@ def test_beside_an_unknown_batch_the_others_are_waited_for(
     assert here.memory.tobytes() == pattern(0, MIB)
 
 
-def test_all_of_a_batch_are_withdrawn(alone: TransferEngine) -> None:
+def test_a_batch_is_withdrawn_completely(single_engine: TransferEngine) -> None:
     memory = np.zeros(4096, np.uint8)
     addresses = [memory.ctypes.data + 1024 * i for i in range(3)]
-    assert alone.batch_register_memory(addresses, [1024] * 3) == 0
-    assert alone.batch_unregister_memory(addresses) == 0
-    assert alone.register_memory(memory.ctypes.data, 4096) == 0
+    assert single_engine.batch_register_memory(addresses, [1024] * 3) == 0
+    assert single_engine.batch_unregister_memory(addresses) == 0
+    assert single_engine.register_memory(memory.ctypes.data, 4096) == 0
 
 
-def test_bytes_are_read_and_written_in_each_registration_and_not_beside_it(
-    alone: TransferEngine,
+def test_bytes_move_only_inside_of_registrations(
+    single_engine: TransferEngine,
 ) -> None:
     memory = np.zeros(4096, np.uint8)
     first = memory.ctypes.data + 1024
     for address in (first, first + 1024 + 8):  # with a gap of 8 bytes
-        assert alone.register_memory(address, 1024) == 0
+        assert single_engine.register_memory(address, 1024) == 0
         for at in (address, address + 1024 - 4):
-            assert alone.write_bytes_to_buffer(at, b"text", 4) == 0
-            assert alone.read_bytes_from_buffer(at, 4) == b"text"
+            assert single_engine.write_bytes_to_buffer(at, b"text", 4) == 0
+            assert single_engine.read_bytes_from_buffer(at, 4) == b"text"
         memory[:] = 0
         for at in (address - 1, address + 1024 - 3, address + 1024):
-            assert alone.write_bytes_to_buffer(at, b"text", 4) < 0
+            assert single_engine.write_bytes_to_buffer(at, b"text", 4) < 0
             with refused("LLM_PARAM_INVALID", "is not registered"):
-                alone.read_bytes_from_buffer(at, 4)
+                single_engine.read_bytes_from_buffer(at, 4)
         assert not memory.any()
 
 
-def test_a_length_below_0_neither_reads_nor_writes(alone: TransferEngine) -> None:
+def test_a_length_below_0_neither_reads_nor_writes(single_engine: TransferEngine) -> None:
     memory = np.zeros(4096, np.uint8)
     memory[:8] = 7
-    assert alone.register_memory(memory.ctypes.data, 4096) == 0
+    assert single_engine.register_memory(memory.ctypes.data, 4096) == 0
     with pytest.raises(TypeError, match="length=-0x1 is out of range"):
-        alone.read_bytes_from_buffer(memory.ctypes.data, -1)
+        single_engine.read_bytes_from_buffer(memory.ctypes.data, -1)
     with pytest.raises(TypeError, match="length=-0x1 is out of range"):
-        alone.write_bytes_to_buffer(memory.ctypes.data, b"text", -1)
+        single_engine.write_bytes_to_buffer(memory.ctypes.data, b"text", -1)
     assert memory.tobytes() == b"\7" * 8 + bytes(4088)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1)])
 def test_pieces_without_a_gap_are_registered_in_any_order(
-    alone: TransferEngine, order: tuple[int, ...]
+    single_engine: TransferEngine, order: tuple[int, ...]
 ) -> None:
     memory = np.zeros(3072, np.uint8)
     for piece in order:
-        assert alone.register_memory(memory.ctypes.data + 1024 * piece, 1024) == 0
+        assert single_engine.register_memory(memory.ctypes.data + 1024 * piece, 1024) == 0
 
 
 def test_memory_that_overlaps_a_registration_is_refused_and_only_then(
-    alone: TransferEngine,
+    single_engine: TransferEngine,
 ) -> None:
-    """Every range of units, beside and between registrations of two units each."""
+    """The test tries every range of units, beside and between registrations of two units each."""
     memory = np.zeros(8 * 64, np.uint8)
     taken = {1, 2, 5, 6}
     for unit in (1, 5):
-        assert alone.register_memory(memory.ctypes.data + 64 * unit, 128) == 0
+        assert single_engine.register_memory(memory.ctypes.data + 64 * unit, 128) == 0
     for begin, end in combinations(range(9), 2):
         address = memory.ctypes.data + 64 * begin
-        is_refused = alone.register_memory(address, 64 * (end - begin)) < 0
+        is_refused = single_engine.register_memory(address, 64 * (end - begin)) < 0
         assert is_refused is not taken.isdisjoint(range(begin, end)), (begin, end)
-        assert is_refused or alone.unregister_memory(address) == 0
+        assert is_refused or single_engine.unregister_memory(address) == 0
 
 
-def test_a_managed_buffer_is_freed_though_it_was_unregistered(alone: TransferEngine) -> None:
-    address = alone.allocate_managed_buffer(4096)
-    assert alone.unregister_memory(address) == 0
-    assert alone.free_managed_buffer(address, 4096) == 0
-    assert alone._buffers == {}
-    assert alone.free_managed_buffer(address, 4096) < 0
+def test_a_managed_buffer_is_freed_though_it_was_unregistered(
+    single_engine: TransferEngine,
+) -> None:
+    address = single_engine.allocate_managed_buffer(4096)
+    assert single_engine.unregister_memory(address) == 0
+    assert single_engine.free_managed_buffer(address, 4096) == 0
+    assert single_engine._buffers == {}
+    assert single_engine.free_managed_buffer(address, 4096) < 0
 
 
 def test_memory_that_is_registered_inside_a_managed_buffer_is_withdrawn_with_it(
-    alone: TransferEngine,
+    single_engine: TransferEngine,
 ) -> None:
-    address = alone.allocate_managed_buffer(1 << 14)
-    assert alone.unregister_memory(address) == 0
+    address = single_engine.allocate_managed_buffer(1 << 14)
+    assert single_engine.unregister_memory(address) == 0
     for offset in (4096, 12288):
-        assert alone.register_memory(address + offset, 4096) == 0
+        assert single_engine.register_memory(address + offset, 4096) == 0
     other = np.zeros(4096, np.uint8)
-    assert alone.register_memory(other.ctypes.data, 4096) == 0
-    assert alone.free_managed_buffer(address, 1 << 14) == 0
-    assert [*alone._registered] == [other.ctypes.data]
+    assert single_engine.register_memory(other.ctypes.data, 4096) == 0
+    assert single_engine.free_managed_buffer(address, 1 << 14) == 0
+    assert [*single_engine._registered] == [other.ctypes.data]
 
 
 @pytest.mark.parametrize("short", [0, 1, 2])
-def test_lists_of_a_batch_are_as_long_as_each_other(alone: TransferEngine, short: int) -> None:
+def test_lists_of_a_batch_need_equal_lengths(single_engine: TransferEngine, short: int) -> None:
     memory = np.zeros(4096, np.uint8)
     address = memory.ctypes.data
-    assert alone.register_memory(address, 4096) == 0
+    assert single_engine.register_memory(address, 4096) == 0
     lists = [[address, address + 64], [address + 1024, address + 2048], [8, 8]]
-    assert alone.batch_transfer_sync_read(alone._own, *lists) == 0
+    assert single_engine.batch_transfer_sync_read(single_engine._own, *lists) == 0
     lists[short].pop()
-    assert alone.batch_transfer_sync_read(alone._own, *lists) < 0
+    assert single_engine.batch_transfer_sync_read(single_engine._own, *lists) < 0
 
 
 def test_a_notification_of_several_pieces_comes_with_its_batch(make: Callable[[int], Here]) -> None:
@@ -303,15 +305,15 @@ def test_a_notification_without_ranges_arrives(make: Callable[[int], Here]) -> N
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_notification_to_oneself(alone: TransferEngine, count: int) -> None:
-    """It arrives or is refused: 0 never says that what is lost has arrived."""
+def test_a_notification_to_oneself(single_engine: TransferEngine, count: int) -> None:
+    """The message arrives or is refused: 0 is never returned for a lost one."""
     memory = np.zeros(4096, np.uint8)
-    assert alone.register_memory(memory.ctypes.data, 4096) == 0
+    assert single_engine.register_memory(memory.ctypes.data, 4096) == 0
     lists = [memory.ctypes.data], [memory.ctypes.data + 1024], [8]
     given = [each[:count] for each in lists]
     notify = TransferNotify("name", "text")
-    status = alone.batch_transfer_sync(alone._own, *given, Write, notify)
-    assert len(alone.get_notifies()) == (status == 0)
+    status = single_engine.batch_transfer_sync(single_engine._own, *given, Write, notify)
+    assert len(single_engine.get_notifies()) == (status == 0)
 
 
 def pattern(first: int, nbytes: int) -> bytes:
@@ -345,7 +347,7 @@ def test_a_batch_is_done_when_all_of_its_entries_are(make: Callable[[int], Here]
     assert status == 1
     expected = np.frombuffer(pattern(0, 16 * MIB), np.uint8).reshape(count, size)[:, :-1]
     assert np.array_equal(here.memory.reshape(count, size)[:, :-1], expected)
-    assert here.engine.transfer_check_status(batch) == -1  # it is forgotten
+    assert here.engine.transfer_check_status(batch) == -1  # the batch is forgotten
 
 
 def test_after_minus_one_nothing_is_written(

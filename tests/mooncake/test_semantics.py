@@ -1,4 +1,4 @@
-"""The same program on kvplan's engine and on Mooncake's: which outcomes differ, and why.
+"""The same program on kvplan's engine and on Mooncake's: differences of outcomes have reasons.
 
 `outcomes.json` has those of Mooncake 0.3.13 over TCP. `make bench-peers` installs it, and then the
 last test runs the program on it again.
@@ -25,7 +25,7 @@ DIFFERENCES = {
     "an_engine_that_is_not_initialized": "below 0",
     "more_than_2048_descriptors": [0, 0],
 }
-"""Ours, where it is another: docs/reference/mooncake-differences.md has the reasons."""
+"""Outcomes of kvplan that differ: docs/reference/mooncake-differences.md has the reasons."""
 
 
 def test_every_row_has_an_outcome_of_mooncake() -> None:

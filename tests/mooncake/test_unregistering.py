@@ -1,4 +1,4 @@
-"""Memory is known as long as it is registered, whatever interrupts or refuses a call."""
+"""Memory is known as long as it is registered, even if calls are interrupted or refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def first_buffer(here: TransferEngine) -> int:
 
 
 def interrupted() -> int:
-    """Interrupt at each place in turn, and unregister again; return how many places there are."""
+    """Interrupt at each place, unregister again, and return the number of places."""
     here, memory = engine(), np.zeros(SIZE, np.uint8)
     address = memory.ctypes.data
     interrupts = Interrupts("/kvplan/")
@@ -49,7 +49,7 @@ def interrupted() -> int:
 
 
 def interrupted_registering() -> int:
-    """Interrupt `register_memory` at each place: what the engine holds can be unregistered."""
+    """Interrupt `register_memory` at each place: memory held by the engine can be unregistered."""
     here, memory = engine(), np.zeros(SIZE, np.uint8)
     address = memory.ctypes.data
     interrupts = Interrupts("/kvplan/")
@@ -94,7 +94,7 @@ def interrupted_managed() -> int:
 
 
 def interrupted_freeing() -> int:
-    """Interrupt `free_managed_buffer` at each place: what it has not freed, the next call frees."""
+    """Interrupt `free_managed_buffer` at each place: the next call frees the rest."""
     here = engine()
     records = logging.handlers.BufferingHandler(10_000)
     logging.getLogger("kvplan.mooncake").addHandler(records)
@@ -114,14 +114,15 @@ def interrupted_freeing() -> int:
 def withdrawn_meanwhile() -> int:
     """Unregister the first piece of a batch at each place; the last piece is refused.
 
-    The second is withdrawn, though the first cannot be any more, and the log says so.
+    The second piece is withdrawn, although the first one cannot be any more, and the log has a
+    line.
     """
     here, memory = engine(), np.zeros(2 * SIZE, np.uint8)
     first, second = memory.ctypes.data, memory.ctypes.data + SIZE
     records = logging.handlers.BufferingHandler(100)
     logging.getLogger("kvplan.mooncake").addHandler(records)
     interrupts = Interrupts("/kvplan/mooncake/")
-    taken, told = [], 0
+    taken, notified = [], 0
     signal.signal(signal.SIGINT, lambda *_: taken.append(here.unregister_memory(first) == 0))
 
     def register() -> None:
@@ -133,14 +134,14 @@ def withdrawn_meanwhile() -> int:
         lines = [record.getMessage() for record in records.buffer]
         assert lines.pop().startswith("batch_register_memory"), lines
         why = f"unregister_memory {first:#x}: no registered memory begins"
-        told += taken[-1] and any(line.startswith(why) for line in lines)
+        notified += taken[-1] and any(line.startswith(why) for line in lines)
         records.flush()
     here.close()
-    return told
+    return notified
 
 
 @pytest.mark.parametrize(
-    ("function", "least"),
+    ("function", "min_places"),
     [
         ("interrupted", 30),
         ("interrupted_registering", 30),
@@ -150,16 +151,16 @@ def withdrawn_meanwhile() -> int:
         ("withdrawn_meanwhile", 0),
     ],
 )
-def test_a_call_that_was_interrupted_leaves_nothing_unknown(function: str, least: int) -> None:
+def test_an_interrupted_call_leaves_no_unknown_registration(function: str, min_places: int) -> None:
     code = f"from tests.mooncake.test_unregistering import {function}; print({function}())"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > least
+    assert int(done.stdout) > min_places
 
 
-def test_of_several_threads_one_forgets_the_memory() -> None:
+def test_only_one_of_several_threads_unregisters_the_memory() -> None:
     here, memory = engine(), np.zeros(SIZE, np.uint8)
     found: list[int] = []
     for _ in range(20):
@@ -194,7 +195,9 @@ def test_memory_is_found_while_other_memory_is_unregistered() -> None:
             here.unregister_memory(first)
             return int(self) < other
 
-    assert here.read_bytes_from_buffer(Searched(second), 2) == memory[SIZE // 2].tobytes()
+    here._check_host(Searched(second), 2)  # the public calls make a plain int of the address
     assert here.register_memory(first, SIZE) == 0
-    assert here.read_bytes_from_buffer(Searched(third), 2) == memory[SIZE].tobytes()
+    here._check_host(Searched(third), 2)
+    assert here.register_memory(first, SIZE) == 0
+    assert here.read_bytes_from_buffer(third, 2) == memory[SIZE].tobytes()
     here.close()

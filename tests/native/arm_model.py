@@ -1,9 +1,11 @@
 """The axiomatic memory model of aarch64, for a few threads, with all executions.
 
-A program is a row of events for each thread, few enough to try all executions. An execution is
-allowed ("external visibility" in Arm's manual, B2.3) if program order agrees with the reads and
-writes of each location (coherence), if no store comes between the halves of a read-modify-write,
-and if no event is observed before itself (`ob` has no cycle). Copied bytes are one location.
+A program is a row of events for each thread, few enough to try all executions. Arm's manual (B2.3,
+"external visibility") allows an execution under three conditions. Program order agrees with the
+reads and writes of each location (coherence). No store comes between the halves of a
+read-modify-write. No event is observed before itself (`ob` has no cycle). Copied bytes are one
+location.
+
 Read-modify-writes are those of Armv8.0 (LDAXR and STLXR), which guarantee less than Armv8.1's.
 Dependencies, which would forbid more, are left out except one: a write with `if_read` is not made
 before the outcome of that read is certain.

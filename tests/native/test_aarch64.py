@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def test_all_sources_compile_for_it() -> None:
+def test_all_sources_compile_for_aarch64() -> None:
     if shutil.which("aarch64-linux-gnu-gcc") is None:
         pytest.skip("needs aarch64-linux-gnu-gcc (Debian: gcc-aarch64-linux-gnu)")
     flags = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-Wall", "-Wextra", "-Werror", "-fsyntax-only")

@@ -139,7 +139,7 @@ class TestImportRefuses:
             yield
 
     @pytest.mark.parametrize("seals", [0, SHRINK, GROW, SHRINK | GROW])
-    def test_a_memfd_that_can_still_change_its_size(self, seals: int) -> None:
+    def test_a_memfd_that_can_still_change_its_size_is_refused(self, seals: int) -> None:
         fd = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, PAGE)
         fcntl.fcntl(fd, 1033, seals)  # F_ADD_SEALS
@@ -147,31 +147,31 @@ class TestImportRefuses:
             imported(fd, PAGE)
         os.close(fd)
 
-    def test_a_memfd_of_another_size(self) -> None:
+    def test_a_memfd_of_another_size_is_refused(self) -> None:
         with Arena(2 * PAGE) as arena:
             for nbytes in (PAGE, 2 * PAGE - 1, 3 * PAGE):
                 with pytest.raises(ValueError, match="size differs"):
                     imported(arena.fd, nbytes)
 
-    def test_another_memfd(self) -> None:
+    def test_another_memfd_is_refused(self) -> None:
         with Arena(PAGE) as arena:
             other = Arena(PAGE)
             with pytest.raises(ValueError, match="inode differs"):
                 imported(arena.fd, PAGE, other.inode)
             other.close()
 
-    def test_a_pipe_without_waiting_for_its_other_end(self) -> None:
+    def test_a_pipe_is_refused_without_waiting_for_its_other_end(self) -> None:
         ends = os.pipe()
         with pytest.raises(ValueError, match="not a memfd"):
             imported(ends[0], PAGE)
         for end in ends:
             os.close(end)
 
-    def test_a_device(self) -> None:
+    def test_a_device_is_refused(self) -> None:
         with Path("/dev/zero").open("rb") as device, pytest.raises(ValueError, match="not a memfd"):
             imported(device.fileno(), PAGE)
 
-    def test_a_file_on_a_disk_or_tmpfs(self) -> None:
+    def test_a_file_on_a_disk_or_tmpfs_is_refused(self) -> None:
         for folder in ("/dev/shm", "."):
             fd = os.open(folder, os.O_TMPFILE | os.O_RDWR)
             os.ftruncate(fd, PAGE)
@@ -179,7 +179,7 @@ class TestImportRefuses:
                 imported(fd, PAGE)
             os.close(fd)
 
-    def test_a_closed_descriptor(self) -> None:
+    def test_a_closed_descriptor_is_refused(self) -> None:
         with Arena(PAGE) as arena:
             fd, inode = arena.fd, arena.inode
         with pytest.raises(FileNotFoundError, match=f"/proc/{os.getpid()}/fd/{fd}"):
@@ -222,7 +222,7 @@ class TestBoard:
         with pytest.raises(ValueError, match=f"num_slots is {num_slots}"):
             GenerationTable(num_slots)
 
-    def test_closed(self) -> None:
+    def test_a_closed_table_refuses_calls(self) -> None:
         generations = GenerationTable(2)
         slot, generation = generations.take()
         generations.close()

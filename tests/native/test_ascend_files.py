@@ -45,6 +45,17 @@ def test_a_path_is_the_only_place(toolkit: Path) -> None:
     assert candidates(NAMES, str(toolkit.parent)) == []
 
 
+def test_a_folder_that_cannot_be_searched_is_passed_over(
+    toolkit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder may belong to another user; a name of 300 characters fails even for root."""
+    unreadable = f"/{'x' * 300}"
+    monkeypatch.setenv("ASCEND_HOME_PATH", unreadable)
+    monkeypatch.setenv("ASCEND_HOME", str(toolkit))
+    assert candidates(NAMES)[0] == [str(toolkit / "lib64" / name) for name in NAMES]
+    assert candidates(NAMES, f"{unreadable}/{NAMES[0]}") == [[f"{unreadable}/{NAMES[0]}"]]
+
+
 @pytest.mark.parametrize(
     ("file", "text", "version"),
     [
@@ -54,7 +65,9 @@ def test_a_path_is_the_only_place(toolkit: Path) -> None:
         ("version.info", "nothing of the kind\n", None),
     ],
 )
-def test_the_version_of_a_toolkit(toolkit: Path, file: str, text: str, version: str | None) -> None:
+def test_the_version_of_a_toolkit_is_read(
+    toolkit: Path, file: str, text: str, version: str | None
+) -> None:
     (toolkit / file).parent.mkdir(exist_ok=True)
     (toolkit / file).write_text(text)
     assert toolkit_version(str(toolkit / "lib64" / NAMES[0])) == version

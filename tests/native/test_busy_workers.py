@@ -68,7 +68,7 @@ def test_workers_leave_one_place_of_a_layer_if_there_are_several(
     assert case.arrived(0)
 
 
-def test_a_caller_that_waits_for_a_layer_has_that_place(case: Scattered) -> None:
+def test_a_caller_that_waits_for_a_layer_takes_the_free_place(case: Scattered) -> None:
     workers = Workers(2)
     executor = Executor(host_backend(workers.pool))
     for _ in range(50):  # on a busy machine the worker may finish before this thread runs
@@ -155,7 +155,7 @@ def test_a_caller_that_sleeps_takes_the_place_that_is_left_for_it(
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "output"),
     [
         ("first", "ba"),  # b has a caller that waits
         ("places", "2 1 1 2, 0 1 1"),  # one is left for a caller that is awake
@@ -163,7 +163,7 @@ def test_a_caller_that_sleeps_takes_the_place_that_is_left_for_it(
     ],
 )
 def test_workers_serve_waiting_callers_and_do_not_look_in_vain(
-    pool_program: Path, what: str, said: str
+    pool_program: Path, what: str, output: str
 ) -> None:
     done = subprocess.run([pool_program, what], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{said}\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{output}\n", "")

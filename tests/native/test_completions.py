@@ -80,8 +80,8 @@ def test_a_task_watched_before_or_after_its_end_is_queued(host: Backend, nbytes:
 
 
 @pytest.mark.parametrize("count", [255, 256, 257, 512, 513])
-def test_all_that_have_ended_come_at_once(host: Backend, count: int) -> None:
-    """Of several hundred too: nothing says that some are left, as the descriptor was read."""
+def test_take_returns_all_ended_tasks(host: Backend, count: int) -> None:
+    """Reading the descriptor clears the signal, so `take` must return all of them."""
     queue, executor = CompletionQueue(), Executor(host)
     tasks = [submit(executor, [8]) for _ in range(count)]
     for number, task in enumerate(tasks):

@@ -71,7 +71,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Check]:
 
 
 @pytest.mark.parametrize(
-    ("of", "name"), [(of, name) for of, names in CHECKS.items() for name in names]
+    ("main", "name"), [(main, name) for main, names in CHECKS.items() for name in names]
 )
-def test_core(program: Callable[[str], Check], of: str, name: str) -> None:
-    program(of)(name)
+def test_core(program: Callable[[str], Check], main: str, name: str) -> None:
+    program(main)(name)

@@ -67,7 +67,7 @@ def test_a_batch_larger_than_the_caches(executor: Executor) -> None:
 @each_copy
 @pytest.mark.parametrize("src_shift", [0, 1, 7, 8, 15, 16, 31, 33, 63])
 def test_every_alignment_and_size(executor: Executor, src_shift: int) -> None:
-    """One batch has each alignment of the destination in a cache line with each of the sizes."""
+    """A batch has each alignment of the destination in a cache line with each of the sizes."""
     sizes = [*range(1, 340), 500, 511, 512, 513, 1023, *range(1024, 1216), 2000, 4095, 4096, 4097]
     room = 8192
     source = np.random.default_rng(2).integers(0, 256, room, dtype=np.uint8)

@@ -117,7 +117,7 @@ def test_a_layer_opens_once(executor: Executor) -> None:
 
 
 @pytest.mark.parametrize("layer", [-1, 2, 2**64])
-def test_a_layer_that_does_not_exist(executor: Executor, layer: int) -> None:
+def test_a_layer_that_does_not_exist_is_refused(executor: Executor, layer: int) -> None:
     case = scatter([100] * 6)
     task = executor.layered(case.descriptors, 3)
     for _ in range(2):
@@ -227,6 +227,8 @@ def test_a_deadline_gives_up_layers_that_are_not_open(host: Backend, executor: E
     case = scatter([100] * 9)
     task = executor.layered(case.descriptors, 3)
     task.open(1)
+    while LAYER_MOVING in task.states():
+        pass
     report = task.wait(timeout_ms=1)
     assert (report.status, report.unconfirmed) == (KVN_TIMEOUT, ((0, 3), (6, 9)))
     assert report.message == (

@@ -39,7 +39,7 @@ def lower_with(**changed: Any) -> Descriptors:
 
 @st.composite
 def recipes(draw: st.DrawFn) -> Recipe:
-    """Recipes of 0 to 9 pairs x 0 to 70 segments that use the whole range of addresses."""
+    """Draw recipes of 0 to 9 pairs x 0 to 70 segments over the whole range of addresses."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     pairs, segments = draw(st.integers(0, 9)), draw(st.integers(0, 70))
     high = draw(st.sampled_from([2**10, 2**40, 2**62]))
@@ -120,7 +120,7 @@ def test_columns_start_on_cache_lines() -> None:
         assert column.ctypes.data % 64 == 0
 
 
-def test_nothing_to_lower() -> None:
+def test_empty_columns_are_lowered() -> None:
     none = u64()
     descriptors = lower_with(src_offsets=none, dst_offsets=none, nbytes=none)
     assert (len(descriptors), descriptors.total_nbytes) == (0, 0)
@@ -205,7 +205,7 @@ def test_the_array_itself_must_be_addressable() -> None:
 
 @st.composite
 def repeating(draw: st.DrawFn) -> Recipe:
-    """Recipes with one or two levels of repeats, whose counts vary by segment."""
+    """Draw recipes with one or two levels of repeats, whose counts vary by segment."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     pairs, segments = draw(st.integers(0, 4)), draw(st.integers(0, 12))
     levels = draw(st.integers(1, 2))
@@ -228,7 +228,7 @@ def repeating(draw: st.DrawFn) -> Recipe:
 
 
 def expanded(recipe: Recipe, side: str, level: int) -> list[Column]:
-    """Each run of each segment: a grid of steps for each, outermost first."""
+    """Return the offsets of each run: a grid of steps for each segment, outermost first."""
     runs = []
     for segment, offset in enumerate(recipe[f"{side}_offsets"].tolist()):
         shape = tuple(int(counts[segment]) for counts, *_ in recipe["repeats"])
@@ -398,7 +398,7 @@ def test_a_view_never_changes(part: Callable[[Column], Column]) -> None:
     assert out.src.tolist() == [5, 69, 6, 70, 7, 71]
 
 
-def test_a_refused_recipe_leaves_out_as_it_was() -> None:
+def test_a_refused_recipe_does_not_change_out() -> None:
     out = lower_with()
     with pytest.raises(OverflowError):
         lower_with(dst_bases=u64(0, 0, TOP), out=out)

@@ -114,7 +114,7 @@ def test_the_hole_is_named(pages: int, via: str, protection: int | None, flaw: s
     ),
     writable=st.booleans(),
 )
-def test_many_ranges_are_as_each_alone(
+def test_many_ranges_have_the_results_of_single_ones(
     pages: int, protections: list[int | None], ranges: list[tuple[int, int]], writable: bool
 ) -> None:
     addresses = [pages + offset for offset, _ in ranges]
@@ -179,6 +179,6 @@ def test_numbers_that_cannot_be_a_range(via: str, address: int, nbytes: int, mes
         check_memory(address, nbytes, via=via)
 
 
-def test_an_unknown_source() -> None:
+def test_an_unknown_source_is_refused() -> None:
     with pytest.raises(ValueError, match="via is 'guess'"):
         check_memory(0, 1, via="guess")  # type: ignore[arg-type]

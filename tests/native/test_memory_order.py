@@ -50,7 +50,7 @@ PATTERNS = {
         lambda outcome: outcome["found"] == 1 and outcome["waits_for"] == 0,
         ((0, 1, None), (1, 1, None)),
     ),
-    "host/writers.h: after the wait nobody writes": Pattern(
+    "host/writers.h: after the wait no thread writes": Pattern(
         (
             (Write("bytes", 1), Swap("ticket", 0, 7, RELEASE)),
             (Read("ticket", "left", ACQUIRE), Write("bytes", 2)),
@@ -122,7 +122,7 @@ PATTERNS = {
             (1, 0, Read("finished", "seen", PLAIN)),
         ),
     ),
-    # All four are sequentially consistent, and there is no fence.
+    # All four are sequentially consistent, without a fence.
     "tcp/table.h: in a call, or sees the removal": Pattern(
         (
             (Swap("epoch", 0, 1, BOTH), Read("removals", "seen", ORDERED)),
@@ -131,7 +131,7 @@ PATTERNS = {
         lambda outcome: outcome["seen"] == 0 and outcome["waits_for"] == 0,
         ((0, 1, Read("removals", "seen", PLAIN)), (1, 1, Read("epoch", "waits_for", PLAIN))),
     ),
-    "tcp/table.h: after the wait nobody moves bytes": Pattern(
+    "tcp/table.h: after the wait no thread moves bytes": Pattern(
         (
             (Write("bytes", 1), Swap("epoch", 0, 2, BOTH)),
             (Read("epoch", "left", ORDERED), Write("bytes", 2)),
@@ -156,7 +156,7 @@ PATTERNS = {
         lambda outcome: outcome["read"] == 2 and outcome["found"] == 0,
         ((1, 1, None),),
     ),
-    "ucx/transfer.c: after the ticket is gone nobody writes": Pattern(
+    "ucx/transfer.c: after the ticket is gone no thread writes": Pattern(
         (
             (Write("bytes", 1), Write("ticket", 0, RELEASE), Write("gone", 1, RELEASE)),
             (Read("gone", "left", ACQUIRE), Write("bytes", 2)),

@@ -67,7 +67,7 @@ class TestCalls:
 
     @pytest.mark.parametrize("at_once", [1, 3, 100])
     def test_the_order_is_that_of_the_calls(self, at_once: int) -> None:
-        """That holds even for calls that arrive while others are taken."""
+        """The order holds even for calls that arrive while others are taken."""
         log = log_of()
         handled(log, *range(10))
         found, _ = log.take(4)
@@ -75,7 +75,7 @@ class TestCalls:
         found += taken(log, at_once)
         assert [call[6] for call in found] == [*range(15)]
 
-    def test_threads(self) -> None:
+    def test_calls_of_several_threads_keep_their_order(self) -> None:
         log = log_of(1 << 20, 1 << 30)
 
         def call(number: int) -> None:
@@ -94,7 +94,7 @@ class TestCalls:
             mine = [call[10] for call in found if call[8] == np.full(3, number).tobytes()]
             assert mine == [[index] for index in range(2_000)]
 
-    def test_it_is_woken_once(self) -> None:
+    def test_the_reader_is_woken_once(self) -> None:
         woken: list[int] = []
         log = CallLog(lambda: woken.append(len(log)), 8, 1 << 20)
         handled(log, 1)
@@ -108,7 +108,7 @@ class TestCalls:
         assert len(log) == 4
 
     @pytest.mark.parametrize("count", [0, 6, 8])
-    def test_a_wrong_number_of_arguments(self, count: int) -> None:
+    def test_a_wrong_number_of_arguments_is_refused(self, count: int) -> None:
         log: Any = log_of()
         with pytest.raises(TypeError, match=f"takes 7 arguments, got {count}"):
             log.add_handle(*[None] * count)
@@ -179,7 +179,7 @@ INDICES: dict[str, Any] = {
 
 class TestIndices:
     @pytest.mark.parametrize("kind", INDICES)
-    def test_they_are_those_of_the_call(self, kind: str) -> None:
+    def test_indices_are_those_of_the_call(self, kind: str) -> None:
         log, given = log_of(), INDICES[kind]
         given = given.copy() if isinstance(given, list | np.ndarray) else given
         expected = [*map(int, given)]
@@ -235,7 +235,7 @@ class TestBounds:
         ((*_, here, _, there, _),) = taken(log)
         assert here == there == np.arange(1 << 20).tobytes()
 
-    def test_the_same_memory_again(self) -> None:
+    def test_batches_reuse_memory(self) -> None:
         """Batches of any length reuse the memory of earlier ones."""
         numbers, log = random.Random(3), log_of(1 << 20, 1 << 30)
         for _ in range(40):

@@ -136,7 +136,7 @@ class TestHugePages:
         assert smaps_of(twin.address)["ShmemPmdMapped"] == 2 * CHUNK
         assert mapped(twin) == arena.nbytes
 
-    def test_small_ones_by_option(self) -> None:
+    def test_an_option_selects_small_pages(self) -> None:
         with Arena(2 * CHUNK, prefault=True, pages="small") as arena:
             assert arena.pages == "small"
             assert mapped(arena) == arena.nbytes
@@ -185,7 +185,7 @@ class TestHugetlb:
         assert reserved() == (free, page), "nothing is left taken"
 
     @pytest.mark.skipif(reserved()[0] < 2, reason="needs vm.nr_hugepages of 2")
-    def test_a_peer_maps_all_of_it(self) -> None:
+    def test_a_peer_maps_the_whole_arena(self) -> None:
         _, page = reserved()
         arena = Arena(page + 1, pages="hugetlb")
         assert (arena.nbytes, arena.pages) == (2 * page, "hugetlb")

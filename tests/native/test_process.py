@@ -244,7 +244,7 @@ class TestDescriptors:
             assert not os.get_inheritable(taken)
             other.run("os.write(pipe[1], b'over there')")
             assert os.read(taken, 100) == b"over there"
-            other.run("for it in pipe: os.close(it)")
+            other.run("for end in pipe: os.close(end)")
             assert os.read(taken, 100) == b""
         finally:
             os.close(taken)
@@ -256,7 +256,7 @@ class TestDescriptors:
         with pytest.raises(ValueError, match="the peer is closed"):
             peer.take_descriptor(reader)
 
-    def test_of_a_dead_process(self) -> None:
+    def test_a_descriptor_of_a_dead_process_is_refused(self) -> None:
         other = Other()
         try:
             peer = Peer(other.pid)
@@ -267,7 +267,7 @@ class TestDescriptors:
             other.close()
 
 
-def test_its_own_process_is_one_too(pool: ThreadPool) -> None:
+def test_a_process_can_be_its_own_peer(pool: ThreadPool) -> None:
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, dtype=np.uint8)
     report = run(pool, os.getpid(), "put", target.ctypes.data, source.ctypes.data, 100)
     assert report.status == KVN_OK
@@ -278,7 +278,7 @@ def test_its_own_process_is_one_too(pool: ThreadPool) -> None:
     ("pid", "direction", "message"),
     [(0, "get", "pid is 0"), (-1, "put", "pid is -1"), (1, "both", "direction is 'both'")],
 )
-def test_arguments(pid: int, direction: str, message: str) -> None:
+def test_wrong_arguments_are_refused(pid: int, direction: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         process_backend(ThreadPool(1), pid, direction)  # type: ignore[arg-type]
 
@@ -301,7 +301,7 @@ class TestPeer:
         table.take()
         assert look(words) == 2, "taken again, but by another registration"
         assert look(words[:32]) == -1
-        assert look(words_of((7, 0))) == 0, "nobody has been given the generation of a free slot"
+        assert look(words_of((7, 0))) == 0, "the generation of a free slot was never issued"
         deadline = time.monotonic_ns() + 10**12
         lasting = table.take(deadline_ns=deadline)
         assert look(words_of(lasting)) == -1
@@ -325,7 +325,7 @@ class TestPeer:
             look(words)
 
     def test_a_guarded_copy_runs_between_two_checks(self) -> None:
-        """It copies all bytes or none, or reports that the memory was lost meanwhile."""
+        """The copy moves all bytes or none, or reports that the memory was lost meanwhile."""
         table, peer = GenerationTable(2), Peer(os.getpid())
         peer.attach(table.fd, table.inode, 2)
         nbytes = 64 << 20
@@ -434,7 +434,7 @@ class TestPeer:
         assert peer.check(words_of(last)) == -1
         table.release(*last)
         assert peer.check(words_of(last)) == 0
-        assert peer.check(words_of((0, 0))) == 0, "nobody has been given it"
+        assert peer.check(words_of((0, 0))) == 0, "the generation was never issued"
         again = table.take()
         assert again[1] % 2 == 1
         assert peer.check(words_of(last)) == 0

@@ -153,7 +153,7 @@ def test_ranges_that_cannot_be_placed() -> None:
         place(OWN, PEER, *columns([(10, 100, 4), (14, 104, 0)], 3), True)
 
 
-def test_impossible_ranges() -> None:
+def test_the_first_impossible_range_is_found() -> None:
     for bad in ((1, 1, 0), (0, 1, 1), (1, 0, 1), (2**64 - 1, 1, 2), (1, 2**64 - 1, 2)):
         assert first_bad(*columns([(1, 1, 1), bad, (0, 0, 0)], 3)) == 1
     assert first_bad(*columns([(2**64 - 1, 1, 1), (1, 2**64 - 5, 5)], 3)) == -1
@@ -240,6 +240,6 @@ def test_columns_of_objects() -> None:
         (lambda value: address_columns(iter(())), TypeError),
     ],
 )
-def test_misuse(call: Any, error: type[Exception]) -> None:
+def test_wrong_arguments_are_refused(call: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         call(np.array([1, 2], np.uint64))

@@ -23,7 +23,8 @@ from kvnative._backend import (
     striped,
 )
 from kvnative._executor import Executor
-from tests.native.scatter import indices, scatter
+from kvnative._report import Report
+from tests.native.scatter import Scattered, indices, scatter
 from tests.support.wrappers import delay, fail_at, limit_batch, trace
 
 COUNT, SIZE = 42, 1000
@@ -123,17 +124,24 @@ def test_a_stripe_that_its_backend_does_not_take_is_a_failure(
     assert report.message == "the backend fail_at has not taken its stripe, and is not asked again"
 
 
+def late_report(executor: Executor, case: Scattered, num_moved: int) -> Report:
+    """Return the report of a deadline that passes once so many descriptors have moved."""
+    task = executor.submit(case.descriptors)
+    while task.report.bytes_done < num_moved * SIZE:
+        task.wait(1, give_up=False)
+    return task.wait(20)
+
+
 @pytest.mark.parametrize("how", ["deadline", "cancel"])
 def test_a_stripe_that_is_late(backends: list[Backend], how: str) -> None:
     case = scatter([SIZE] * COUNT)
     backend = striped([backends[0], delay(backends[1], 1e9), backends[2]], min_nbytes=1)
+    late = stripes(3)[1]
     with Executor(backend) as executor:
-        task = executor.submit(case.descriptors)
-        report = task.wait(50)
+        report = late_report(executor, case, COUNT - len(late))
         if how == "cancel":
             task = executor.submit(case.descriptors)
             report = task.cancel()
-    late = stripes(3)[1]
     assert report.status == (KVN_TIMEOUT if how == "deadline" else KVN_CANCELLED)
     assert set(late) <= indices(report.unconfirmed)
     words = "the deadline passed" if how == "deadline" else "cancelled"
@@ -150,7 +158,7 @@ def test_a_reason_precedes_the_fact_that_others_were_given_up(backends: list[Bac
     with Executor(
         striped([delay(backends[0], 1e9), backends[1], failing], min_nbytes=1)
     ) as executor:
-        report = executor.run(case.descriptors, timeout_ms=20)
+        report = late_report(executor, case, COUNT - len(stripes(3)[0]) - 1)
     assert (report.status, report.failed) == (KVN_FAILED, COUNT - 1)
     assert indices(report.unconfirmed) == {*stripes(3)[0], COUNT - 1}
 
@@ -227,7 +235,7 @@ def test_a_failure_is_reported_rather_than_that_others_were_given_up(
     backend = striped(
         [delay(backends[0], 1e9), backends[1], fail_at(backends[2], COUNT - 1)], min_nbytes=1
     )
-    report = Executor(backend).run(case.descriptors, timeout_ms=20)
+    report = late_report(Executor(backend), case, COUNT - len(stripes(3)[0]) - 1)
     assert (report.status, report.failed) == (KVN_FAILED, COUNT - 1)
     assert "was made to fail" in report.message
 
@@ -243,7 +251,7 @@ def test_a_wait_covers_all_of_several_tasks(backends: list[Backend]) -> None:
         case.assert_moved()
 
 
-def test_arguments(backends: list[Backend]) -> None:
+def test_wrong_arguments_are_refused(backends: list[Backend]) -> None:
     with pytest.raises(ValueError, match="0 backends: expected 1 to 16"):
         striped([], min_nbytes=1)
     with pytest.raises(ValueError, match="17 backends"):

@@ -15,7 +15,7 @@ BOUNDS = (1e-5, 2e-5, 1.0)
 
 def in_threads(call: Callable[[], object], count: int = 4) -> None:
     """Call `call` in several threads that start together."""
-    begun = threading.Barrier(count, timeout=10)
+    begun = threading.Barrier(count, timeout=60)
 
     def run() -> None:
         begun.wait()

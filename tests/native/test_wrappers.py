@@ -90,9 +90,10 @@ def test_a_delay_holds_the_outcome_back(host: Backend, size: int) -> None:
     began = time.monotonic()
     task = Executor(delay(host, 30)).submit(case.descriptors)
     polled = [task.report.status for _ in range(3)]
+    were_early = time.monotonic() - began < 0.030
     assert task.wait().status == KVN_OK
     assert time.monotonic() - began >= 0.030
-    if time.monotonic() - began < 0.035:
+    if were_early:
         assert polled == [KVN_PENDING] * 3
     case.assert_moved()
 

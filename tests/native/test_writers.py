@@ -78,7 +78,7 @@ def test_a_refused_batch_is_no_longer_announced(here: Here) -> None:
 
 
 def test_no_stream_waits_for_an_announced_batch_of_the_host(here: Here) -> None:
-    """A wrapper has the calls that its inner backend has, and no others."""
+    """A wrapper has only the calls of its inner backend."""
     held = hold(host_backend(here.pool))
     executor = Executor(here.writer().around(held, here.registered))
     task = executor.submit(lower(*map(column, (0, 0, NBYTES)), *here.sides))
@@ -108,7 +108,7 @@ def test_a_forked_child_refuses_writers_of_its_parent(here: Here) -> None:
 
 
 class TestWait:
-    def test_for_a_batch_that_is_being_written(self, here: Here) -> None:
+    def test_drain_waits_for_a_batch_in_flight(self, here: Here) -> None:
         """The batch takes half a second: shorter waits time out, longer ones see its end."""
         slow = here.writer().around(limit_bandwidth(host_backend(here.pool), 2e6), here.registered)
         with ThreadPoolExecutor(1) as thread:
@@ -125,7 +125,7 @@ class TestWait:
             assert not here.table.stands(ticket)
             assert here.table.drain(0) == []
 
-    def test_not_for_later_writes(self, here: Here) -> None:
+    def test_drain_does_not_wait_for_later_writes(self, here: Here) -> None:
         """Another registration is written all the time, in pieces that overlap in time."""
         slot, generation = here.generations.take()
         writer = here.writer()
@@ -168,7 +168,7 @@ class TestWait:
 
 
 class TestEndOfLeases:
-    """One call that ends the words of leases and then waits for writers."""
+    """The end of leases: one call ends their words, and then waits for writers."""
 
     @pytest.fixture
     def generations(self) -> GenerationTable:
@@ -199,7 +199,7 @@ class TestEndOfLeases:
 
     @pytest.mark.parametrize("entries", [8, 64])
     def test_writers_are_waited_for(self, entries: int) -> None:
-        """That holds for few entries, which one quick look covers, and for too many."""
+        """Few entries are covered by one quick look, and 64 are too many for it."""
         here = Here(entries)
         writers = [here.writer() for _ in range(entries)]
         ended = here.generations.take()
@@ -234,7 +234,7 @@ class TestEndOfLeases:
             assert call.result() == []
 
 
-class TestLies:
+class TestFalseEntries:
     """False entries of a peer in the table, which all peers have mapped."""
 
     @pytest.fixture
@@ -375,7 +375,7 @@ class TestEntries:
             Writer(os.getpid(), **facts)
 
 
-class TestWhatIsInTheTable:
+class TestContent:
     """The content of the table, where peers write, too, which may be dead or hostile."""
 
     @staticmethod

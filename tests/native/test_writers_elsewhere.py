@@ -66,7 +66,7 @@ def owner() -> Iterator[Owner]:
     owner.close()
 
 
-def test_by_address_into_another_process(there: There) -> None:
+def test_another_process_is_written_by_address(there: There) -> None:
     assert there.write().status == KVN_OK
     assert there.owner.run("result = int((target == 7).sum())") == NBYTES
 
@@ -111,7 +111,7 @@ tests.poll(None)
 """
 
 
-def test_not_into_another_program_of_the_same_pid(there: There) -> None:
+def test_another_program_with_the_same_pid_is_not_written(there: There) -> None:
     arguments = ["-c", OTHER_PROGRAM, str(there.target), str(there.facts["address"])]
     there.owner.run(f"import os, sys; os.execv(sys.executable, [sys.executable, *{arguments}])")
     report = there.write()
@@ -120,7 +120,7 @@ def test_not_into_another_program_of_the_same_pid(there: There) -> None:
     assert there.owner.run("how much was written") == 0
 
 
-def test_not_after_the_owner_has_died(there: There) -> None:
+def test_a_dead_owner_is_not_written(there: There) -> None:
     there.owner.kill()
     assert there.write().status == KVN_PEER_GONE
 

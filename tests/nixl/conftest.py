@@ -29,7 +29,7 @@ class Here:
         return (self.memory.ctypes.data + at, nbytes, 0, "kv of here")
 
     def request(self, *ranges: tuple[int, int, int], op: str = "READ", note: bytes = b"") -> Any:
-        """A transfer of ranges (local offset, remote offset, bytes)."""
+        """Make a transfer of ranges (local offset, remote offset, bytes)."""
         agent, ours, theirs = self.agent, self.memory.ctypes.data, self.peer.address
         return agent.initialize_xfer(
             op,
@@ -61,7 +61,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def make(way: str) -> Iterator[MakeHere]:
-    """Makes a peer with memory of a size, and an agent here with as much."""
+    """A function that makes a peer with memory of a size, and an agent here with as much."""
     with ExitStack() as held:
 
         def make(nbytes: int = MIB, name: str = "here", peer: Peer | None = None) -> Here:
@@ -76,5 +76,5 @@ def make(way: str) -> Iterator[MakeHere]:
 
 
 def pattern(first: int, nbytes: int) -> Bytes:
-    """What a peer has from an offset on."""
+    """Return the content of a peer's memory from an offset on."""
     return (np.arange(first, first + nbytes, dtype=np.uint64) % 251).astype(np.uint8)

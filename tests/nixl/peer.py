@@ -8,7 +8,7 @@ MIB = 1 << 20
 
 
 class Peer(peer.Peer):
-    """An agent "there" with `memory` of this size, at `address` there."""
+    """A process with an agent "there", and `memory` of this size at `address`."""
 
     module = "tests.nixl.peer_process"
 

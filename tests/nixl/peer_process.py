@@ -1,4 +1,4 @@
-"""What a `Peer` has: NIXL's agent."""
+"""The names that snippets in a `Peer` can use: NIXL's agent."""
 
 import mmap
 from typing import Any

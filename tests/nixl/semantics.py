@@ -1,7 +1,7 @@
-"""One program for two implementations of NIXL: prints the outcome of each row as JSON.
+"""A program for two implementations of NIXL, which prints the outcome of each row as JSON.
 
 `python -m tests.nixl.semantics PACKAGE` imports PACKAGE (`nixl_cu12`, `kvplan.nixl`). A row is a
-small use of two agents in one process; its outcome is a value that JSON has, or the name of the
+small use of two agents in one process. Its outcome is a value that JSON has, or the name of the
 exception.
 """
 

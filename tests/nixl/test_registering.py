@@ -1,12 +1,15 @@
-"""Memory is registered as long as an agent knows it; lists are of the agent that is named."""
+"""Registrations last as long as an agent knows them; prepared lists belong to the named agent."""
 
 from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvplan.nixl._api import nixl_agent
-from kvplan.nixl._bindings import nixlNotFoundError
+from kvplan.nixl._bindings import nixlNotFoundError, nixlRemoteDisconnectError
 from tests.support import forked
 from tests.support.interrupts import Interrupts
 
@@ -60,3 +63,40 @@ def test_a_list_is_prepared_for_the_agent_that_is_named_in_any_order() -> None:
         with pytest.raises(TypeError, match="needs descs, or mem_type and array"):
             prepare(*incomplete)
     agent.agent.close()
+
+
+def test_another_process_at_the_address_of_an_agent_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of its successor has the same addresses, and the content of other requests."""
+    ours, theirs = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
+    here = nixl_agent("here")
+    here.register_memory([(ours.ctypes.data, 64, 0, "")], "DRAM")
+    monkeypatch.setenv("KVPLAN_LISTEN_IP_INFO", f"ipc://{tmp_path}/there")
+    handle = None
+    for life in (1, 2):
+        theirs[:] = life
+        there = nixl_agent("there")
+        there.register_memory([(theirs.ctypes.data, 64, 0, "")], "DRAM")
+        if handle is not None:
+            for call in (
+                partial(here.transfer, handle),
+                partial(here.make_connection, "there"),
+                partial(here.send_notif, "there", b"7"),
+            ):
+                with pytest.raises(nixlRemoteDisconnectError, match="load its metadata again"):
+                    call()
+            assert (set(ours.tolist()), there.get_new_notifs()) == ({1}, {})
+        here.add_remote_agent(there.get_agent_metadata())
+        if handle is None:
+            lists = (
+                here.get_xfer_descs([(memory.ctypes.data, 64, 0)], "DRAM")
+                for memory in (ours, theirs)
+            )
+            handle = here.initialize_xfer("READ", *lists, "there")
+        state = here.transfer(handle)
+        while state == "PROC":
+            state = here.check_xfer_state(handle)
+        assert (state, set(ours.tolist())) == ("DONE", {life})
+        there.agent.close()
+    here.agent.close()

@@ -1,4 +1,4 @@
-"""The same program on kvplan's `nixl` and on NIXL: which outcomes differ, and why.
+"""The same program on kvplan's `nixl` and on NIXL: differences of outcomes have reasons.
 
 `outcomes.json` has those of NIXL 1.5.1. `make bench-peers` installs it, and then the last test runs
 the program on it again.
@@ -24,7 +24,7 @@ NIXL = ROOT / "build/peers/bin/python"
 DIFFERENCES = {
     "ranges_that_overlap": "nixlInvalidParamError",
 }
-"""Ours, where it is another: docs/reference/nixl-differences.md has the reasons."""
+"""Outcomes of kvplan that differ: docs/reference/nixl-differences.md has the reasons."""
 
 
 def outcome(row: str) -> Any:

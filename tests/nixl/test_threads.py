@@ -1,10 +1,14 @@
-"""What another thread finds between two steps of a call."""
+"""Other threads between two steps of a call."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,6 +19,8 @@ import pytest
 from kvplan import LLMException, LLMStatusCode
 from kvplan.nixl import _bindings as bindings
 from kvplan.nixl import nixl_agent
+from kvplan.nixl.metadata import Regions
+from tests.nixl.peer import Peer
 from tests.support import forked
 from tests.support.interrupts import Interrupts
 
@@ -23,7 +29,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def test_two_threads_that_ask_at_the_same_time_find_the_end_of_a_transfer_once() -> None:
-    """Each finds that the transfer has ended before the other has noted so."""
+    """Each thread finds that the transfer has ended before the other has noted so."""
     agent, memory = nixl_agent("alone"), np.zeros(3 * KIB, np.uint8)
     ours = agent.register_memory([(memory.ctypes.data, 3 * KIB, 0, "")], "DRAM").trim()
     handle = agent.initialize_xfer("READ", ours, ours, "alone", b"once")
@@ -46,6 +52,25 @@ def test_two_threads_that_ask_at_the_same_time_find_the_end_of_a_transfer_once()
     agent.agent.close()
 
 
+def test_memory_that_is_registered_during_a_search_is_found_from_then_on() -> None:
+    """A signal handler, in place of another thread, runs at each place of the search."""
+    one, two = (0, 4096, 64, 0), (0, 8192, 64, 0)
+    rows = [np.array([region[1:]], np.uint64) for region in (one, two)]
+    interrupts = Interrupts("/kvplan/nixl/metadata.py")
+    goes_on = True
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        while goes_on:
+            regions = Regions("this agent", [one])
+            signal.signal(signal.SIGINT, lambda *_: regions.add([two]))  # noqa: B023
+            goes_on = interrupts.call(lambda: regions.check("local", bindings.DRAM_SEG, rows[0]))  # noqa: B023
+            if goes_on:
+                regions.check("local", bindings.DRAM_SEG, rows[1])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert interrupts.place > 3
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_transfer_that_is_being_posted_again_is_not_done(
     monkeypatch: pytest.MonkeyPatch, interrupted: bool
@@ -66,9 +91,20 @@ def test_a_transfer_that_is_being_posted_again_is_not_done(
     with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
         states.append(agent.transfer(handle))
     monkeypatch.undo()
-    states.append(agent.transfer(handle))  # in any case again
+    states.append(agent.transfer(handle))  # the second post happens in any case
     assert states == ["PROC", *["DONE"] * (1 if interrupted else 2)]
     agent.agent.close()
+
+
+def test_nothing_is_kept_of_agents_that_were_connected_in_the_background() -> None:
+    agent, others = nixl_agent("here"), [nixl_agent(f"there-{number}") for number in range(3)]
+    for other in others:
+        name = agent.add_remote_agent(other.get_agent_metadata())
+        agent.make_connection(name)
+        agent.remove_remote_agent(name)
+    for each in (agent, *others):
+        each.agent.close()  # it waits for the threads
+    assert agent.agent._connector.states() == {}
 
 
 def test_a_message_to_itself_that_comes_while_others_are_read_is_kept() -> None:
@@ -91,7 +127,7 @@ def test_a_message_to_itself_that_comes_while_others_are_read_is_kept() -> None:
 def test_a_transfer_that_is_released_while_it_is_posted_is_stopped(
     monkeypatch: pytest.MonkeyPatch, by_thread: bool
 ) -> None:
-    """By another thread, or by a signal handler."""
+    """Another thread or a signal handler releases the transfer."""
     agent, memory = nixl_agent("alone"), np.zeros(2 * KIB, np.uint8)
     ours = agent.register_memory([(memory.ctypes.data, 2 * KIB, 0, "")], "DRAM").trim()
     handle = agent.initialize_xfer("READ", ours, ours, "alone")
@@ -182,13 +218,47 @@ def test_an_agent_whose_link_cannot_be_ended_is_forgotten(monkeypatch: pytest.Mo
         each.agent.close()
 
 
+def test_an_agent_that_is_slow_to_leave_does_not_stop_the_polls_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent, other = nixl_agent("here"), nixl_agent("other")
+    agent.add_remote_agent(other.get_agent_metadata())
+    agent.make_connection("other")
+    connections, leaving, polled = (
+        agent.agent.engine.connections,
+        threading.Event(),
+        threading.Event(),
+    )
+    disconnect = connections.disconnect
+
+    def slow(*arguments: Any) -> None:
+        leaving.set()
+        polled.wait(20)
+        disconnect(*arguments)
+
+    monkeypatch.setattr(connections, "disconnect", slow)
+    with ThreadPoolExecutor(2) as threads:
+        removed = threads.submit(agent.remove_remote_agent, "other")
+        assert leaving.wait(20)
+        found = threads.submit(agent.get_new_notifs)
+        try:
+            assert found.result(10) == {}
+            assert not removed.done()
+        finally:
+            polled.set()
+        removed.result()
+    assert not agent.check_remote_metadata("other")
+    for each in (agent, other):
+        each.agent.close()
+
+
 @pytest.mark.parametrize("meanwhile", ["", "restarted", "released"])
 def test_no_byte_moves_after_an_agent_is_removed_while_a_transfer_with_it_is_posted(
     monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
-    """The post takes longer than the link is waited for.
+    """The post takes longer than the wait for the link.
 
-    Also if metadata of a new agent comes, or if a third thread is releasing the transfer.
+    The same holds if metadata of a new agent comes, or if a third thread is releasing the transfer.
     """
     agent, peer = nixl_agent("here"), nixl_agent("there")
     memory, source = np.zeros(2 * MIB, np.uint8), np.full(2 * MIB, 5, np.uint8)
@@ -253,3 +323,123 @@ def test_no_byte_moves_after_an_agent_is_removed_while_a_transfer_with_it_is_pos
     assert (memory == 7).all()
     for each in (agent, peer, replacement):
         each.agent.close()
+
+
+def test_threads_that_wait_for_messages_take_none_of_each_others() -> None:
+    """Each thread polls for its own messages until it has found all of them."""
+    agent, number, deadline = nixl_agent("alone"), 200, time.monotonic() + 20
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def found(tag: bytes) -> int:
+        times = 0
+        while times < number and time.monotonic() < deadline:
+            agent.send_notif("alone", tag)
+            while not agent.check_remote_xfer_done("alone", tag) and time.monotonic() < deadline:
+                pass
+            times += 1
+        return times if time.monotonic() < deadline else 0
+
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            assert [*threads.map(found, (b"one", b"two", b"three"))] == [number] * 3
+    finally:
+        sys.setswitchinterval(before)
+    agent.agent.close()
+
+
+def test_a_process_that_is_linked_after_its_agent_was_replaced_is_not_used() -> None:
+    """The process stopped before its link was complete, and continued after its replacement."""
+    ours, theirs = np.zeros(KIB, np.uint8), np.full(KIB, 7, np.uint8)
+    here, new, old = nixl_agent("here"), nixl_agent("there"), Peer(KIB)
+    try:
+        for agent, memory in ((here, ours), (new, theirs)):
+            agent.register_memory([(memory.ctypes.data, KIB, 0, "")], "DRAM")
+        engine, deadline = here.agent.engine, time.monotonic() + 20
+        old.stop()
+        here.add_remote_agent(old.metadata)
+        while not engine.datadist.links():
+            assert time.monotonic() < deadline
+        here.add_remote_agent(new.get_agent_metadata())
+        old.resume()
+        while not engine.connections.is_linked("there"):
+            assert time.monotonic() < deadline
+        lists = (
+            here.get_xfer_descs([(memory.ctypes.data, KIB, 0)], "DRAM") for memory in (ours, theirs)
+        )
+        handle = here.initialize_xfer("READ", *lists, "there")
+        state = here.transfer(handle)
+        while state == "PROC":
+            state = here.check_xfer_state(handle)
+        assert (state, set(ours.tolist())) == ("DONE", {7})
+    finally:
+        here.agent.close()
+        new.agent.close()
+        old.close()
+
+
+@pytest.mark.parametrize("call", ["update_notifs", "check_remote_xfer_done"])
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_signal_handler_loses_no_messages(call: str, raises: bool) -> None:
+    """The handler runs when messages were taken, and before they are in `notifs`."""
+    agent = nixl_agent("alone")
+    agent.send_notif("alone", b"first")
+    take, calls = agent.agent.getNotifs, list[int]()
+
+    def handle(*_: object) -> None:
+        agent.update_notifs()
+        if raises:
+            raise KeyboardInterrupt
+
+    def interrupted(known: Any) -> Any:
+        found = take(known)
+        calls.append(0)
+        if len(calls) == 1:
+            agent.send_notif("alone", b"second")
+            signal.raise_signal(signal.SIGUSR1)
+        return found
+
+    agent.agent.getNotifs = interrupted  # type: ignore[method-assign]
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with suppress(KeyboardInterrupt):
+            agent.update_notifs() if call == "update_notifs" else (
+                agent.check_remote_xfer_done("alone", b"another")
+            )
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        agent.agent.close()
+    assert agent.notifs == {"alone": [b"first", b"second"]}
+
+
+@pytest.mark.parametrize("call", ["update_notifs", "check_remote_xfer_done"])
+def test_a_child_that_is_forked_while_messages_are_taken_is_refused(call: str) -> None:
+    agent, begun, goes_on = nixl_agent("alone"), threading.Event(), threading.Event()
+    take = agent.agent.getNotifs
+
+    def held(known: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(20)
+        return take(known)
+
+    agent.agent.getNotifs = held  # type: ignore[method-assign]
+    taking = threading.Thread(target=agent.update_notifs)
+    taking.start()
+    assert begun.wait(20)
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)
+        arguments = () if call == "update_notifs" else ("alone", b"tag")
+        try:
+            getattr(agent, call)(*arguments)
+        except bindings.nixlBackendError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    try:
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        goes_on.set()
+        taking.join()
+        agent.agent.close()

@@ -1,4 +1,4 @@
-"""Rows about transfers: how they are made, posted, watched and released."""
+"""Rows about transfers: making, posting, watching and releasing them."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ def a_remote_range_that_is_not_registered(world: World) -> Any:
 @row
 def a_transfer_with_an_unknown_agent(world: World) -> Any:
     mine, theirs = world.lists((0, 0, 64))
-    return raised(lambda: world.here.initialize_xfer("READ", mine, theirs, "nobody"))
+    return raised(lambda: world.here.initialize_xfer("READ", mine, theirs, "unknown"))
 
 
 @row
 def a_prepared_list_of_an_unknown_agent(world: World) -> Any:
     _, theirs = world.lists((0, 0, 64))
-    return raised(lambda: world.here.prep_xfer_dlist("nobody", theirs))
+    return raised(lambda: world.here.prep_xfer_dlist("unknown", theirs))
 
 
 @row

@@ -38,7 +38,7 @@ class World:
         return (array.ctypes.data, array.nbytes, 0, "")
 
     def lists(self, *ranges: tuple[int, int, int]) -> tuple[Any, Any]:
-        """Descriptors of both ends, of ranges (local offset, remote offset, bytes)."""
+        """Return descriptors of both ends, for ranges (local offset, remote offset, bytes)."""
         mine, theirs = self.mine.ctypes.data, self.theirs.ctypes.data
         return (
             self.here.get_xfer_descs([(mine + a, n, 0) for a, _, n in ranges], "DRAM"),
@@ -54,15 +54,15 @@ class World:
         return self.end(handle, state)
 
     def end(self, handle: Any, state: str = "PROC") -> str:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while state == "PROC" and time.monotonic() < deadline:
             state = self.here.check_xfer_state(handle)
         return state
 
     def notes(self, agent: Any, count: int) -> dict[str, list[bytes]]:
-        """What has arrived once there are `count` messages, or after 5 seconds."""
+        """Wait for `count` messages, for 30 s at most, and return those that have arrived."""
         found: dict[str, list[bytes]] = {}
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while sum(map(len, found.values())) < count and time.monotonic() < deadline:
             for name, messages in agent.get_new_notifs().items():
                 found.setdefault(name, []).extend(messages)

@@ -1,4 +1,4 @@
-"""A module with the surface of `nixl._api`, whose memory is all of one process."""
+"""A module with the surface of `nixl._api`, whose memory is all in one process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 
 class Handle:
-    """Of a list or a transfer."""
+    """A handle of a list or a transfer."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
 
 
 class nixl_agent:  # noqa: N801 - the name that programs import
-    """Moves bytes when the state is asked for the `polls`-th time; 0: at once."""
+    """An agent that moves bytes at the `polls`-th query of the state; 0: at once."""
 
     polls = 0
 

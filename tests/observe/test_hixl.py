@@ -56,7 +56,7 @@ engine.finalize()
 
 
 def recorded(folder: Path, peer: Peer) -> Recording:
-    """Run the program; returns what was seen of its only engine."""
+    """Run the program, and return the recording of its only engine."""
     command = ("-m", "kvplan.run", "--observe", f"hixl={folder}", "--", "-c", PROGRAM)
     subprocess.run(
         [sys.executable, "-W", "error", *command, peer.name, str(peer.address)],
@@ -94,7 +94,7 @@ def test_transfers_of_a_program_on_hixl_are_recorded(tmp_path: Path) -> None:
 
 
 class Hixl:
-    """The original's methods that are observed; each memory has the handle 7."""
+    """The observed methods of the original; each memory has the handle 7."""
 
     def initialize(self, local_engine: object = "", options: object = None) -> int:
         return 0
@@ -107,7 +107,7 @@ class Hixl:
 
 
 def observed(observer: Observer) -> type[Any]:
-    """A class of its own, with methods that are wrapped once."""
+    """Return a new class with methods that are wrapped once."""
     module = ModuleType("hixl")
     module.Hixl = engine = type("Hixl", (), dict(vars(Hixl)))  # type: ignore[attr-defined]
     wrap_hixl(module, observer)
@@ -115,7 +115,7 @@ def observed(observer: Observer) -> type[Any]:
 
 
 def successor(engine: list[Any]) -> Any:
-    """Drop the only engine of a list; return one that takes its place in memory."""
+    """Drop the only engine of a list, and return one that takes its place in memory."""
     kind, first, others = type(engine[0]), id(engine[0]), []
     engine.clear()
     while id(one := kind()) != first:

@@ -1,4 +1,4 @@
-"""Programs whose imports are observed: by the launcher, or a plugin; and Mooncake's engine."""
+"""Programs whose imports are observed by the launcher or a plugin; and Mooncake's engine."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ LATE = f"import nixl._api as a, mooncake.engine, sys; sys.modules['nixl_cu12._ap
 
 
 @pytest.mark.parametrize("way", ["launcher", "plugin", "late plugin", "both"])
-def test_a_program_is_observed_as_it_is(site: Path, way: str) -> None:
-    """Once, also if the classes have been imported before, by two names."""
+def test_an_unchanged_program_is_observed(site: Path, way: str) -> None:
+    """Calls are observed once, also if classes were imported before, by two names."""
     what = f"nixl,mooncake={site}/seen"
     if way == "launcher":
         run(site, *LAUNCHER, what, "--", "program.py")
@@ -130,13 +130,13 @@ for its in (agent, owner): its.agent.close()
 
 
 def test_programs_on_kvplans_nixl_are_observed(site: Path) -> None:
-    """Where its modules have the names of the other, too."""
+    """Modules of kvplan are observed also under the names of the other package."""
     run(site, *LAUNCHER, f"nixl={site}/seen", "--as", "nixl", "--", "-c", OURS)
     (recording,) = map(read, (site / "seen").glob("nixl-decode-*.kvrec"))
     assert [(its.tag, its.nbytes) for its in recording.transfers] == [("cmpl-7", 64)]
 
 
-def test_the_launcher_takes_what_to_observe() -> None:
+def test_the_launcher_takes_the_names_of_observed_libraries() -> None:
     assert parse(["--observe", "nixl", "a.py", "-x"]) == Launch(False, ("a.py", "-x"), "nixl")
     assert parse(["--observe", "nixl", "--", "-m", "vllm"]) == Launch(False, ("-m", "vllm"), "nixl")
     with pytest.raises(Misuse, match="--observe needs"):

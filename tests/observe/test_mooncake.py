@@ -1,9 +1,10 @@
-"""Mooncake's engine, observed: by whichever way the program passes its arguments."""
+"""Mooncake's engine, observed, with arguments by position and by name."""
 
 from __future__ import annotations
 
 import gc
 import types
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvplan.recording import read
 
 
 class TransferEngine:
-    """The names of the original's arguments, as its bindings give them."""
+    """An engine with the argument names of the original's bindings."""
 
     def initialize(
         self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
@@ -45,11 +46,13 @@ class TransferEngine:
     def batch_transfer_sync_write(
         self, target_hostname: str, buffers: Any, peer_buffer_addresses: Any, lengths: Any
     ) -> int:
+        if buffers is None:
+            raise TypeError("buffers")
         return 0
 
 
 def observed() -> type[Any]:
-    """A class of its own, whose methods are not wrapped yet."""
+    """Return a new class whose methods are not wrapped yet."""
     return type("TransferEngine", (), dict(vars(TransferEngine)))
 
 
@@ -104,7 +107,7 @@ def test_arguments_may_have_names(tmp_path: Path, num_by_position: int) -> None:
 
 
 def test_an_engine_at_the_place_of_another_has_a_recording_of_its_own(tmp_path: Path) -> None:
-    """An id is taken again: the recording before is complete, with all of its calls."""
+    """An id is reused: the earlier recording is complete, with all of its calls."""
     module = types.ModuleType("mooncake.engine")
     module.TransferEngine = observed()  # type: ignore[attr-defined]
     observer = Observer(tmp_path)
@@ -112,7 +115,8 @@ def test_an_engine_at_the_place_of_another_has_a_recording_of_its_own(tmp_path: 
     engine = begun(module.TransferEngine(), "first:1")
     memory = np.zeros(64, np.uint8)
     assert engine.register_memory(memory.ctypes.data, 64) == 0
-    begun(engine, "second:1")  # as an engine that is collected, and another made in its place
+    # stands for an engine that is collected, and another made in its place
+    begun(engine, "second:1")
     gc.collect()
     observer.flush()
     (path,) = tmp_path.glob("*first*.kvrec")
@@ -122,3 +126,32 @@ def test_an_engine_at_the_place_of_another_has_a_recording_of_its_own(tmp_path: 
     observer.close()
     (path,) = tmp_path.glob("*second*.kvrec")
     assert [row.operation for row in read(path).events] == ["observe"]
+
+
+STRANGE: dict[str, tuple[Any, ...]] = {
+    "none": ([], [], []),
+    "of 0 bytes": ([1000], [7], [0]),
+    "beyond int64": ([2**63], [7], [8]),
+    "of other lengths": ([1000, 1008, 1016], [7, 8], [8, 8, 8]),
+    "no numbers": (None, [7], [8]),
+}
+
+
+@pytest.mark.parametrize("given", STRANGE.values(), ids=STRANGE)
+def test_ranges_that_cannot_move_end_neither_the_recording_nor_its_readers(
+    tmp_path: Path, given: tuple[Any, ...]
+) -> None:
+    module = types.ModuleType("mooncake.engine")
+    module.TransferEngine = observed()  # type: ignore[attr-defined]
+    observer = Observer(tmp_path)
+    wrap_mooncake(module, observer)
+    engine = begun(module.TransferEngine())
+    engine.register_memory(1000, 64)
+    with suppress(TypeError):
+        engine.batch_transfer_sync_write("p", *given)
+    engine.batch_transfer_sync_write("p", [1000], [7], [8])
+    observer.close()
+    (path,) = tmp_path.glob("*.kvrec")
+    *before, last = read(path).transfers
+    assert last.nbytes == 8
+    assert all(transfer.plan is None for transfer in before)

@@ -1,4 +1,4 @@
-"""A program on NIXL, observed: what it did is recorded, what is wrong is found, nothing changes."""
+"""A program on NIXL, observed: records and findings, and an unchanged program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvplan.observe import Observer
+from kvplan.observe import Observer, surfaces
 from kvplan.observe.calls import MAX_SEEN
 from kvplan.observe.observer import peer_number
 from kvplan.observe.plans import Regions
@@ -26,7 +26,7 @@ BLOCK, BLOCKS, LAYERS = 64, 8, 3
 
 
 class Program:
-    """Two layers' worth of a program: memory of this process and of a peer, and an agent."""
+    """A program with two layers: memory of this process and of a peer, and an agent."""
 
     def __init__(self, folder: Path, *, sums: bool = False) -> None:
         self.module = types.ModuleType("nixl._api")
@@ -98,7 +98,7 @@ def test_a_transfer_is_a_plan_with_its_blocks_and_request(program: Program) -> N
     assert (write.src_rows, write.source) == ((2,), peer_number("prefill"))
 
 
-def test_the_plan_is_what_was_carried_out(program: Program) -> None:
+def test_the_plan_has_the_executed_copies(program: Program) -> None:
     handle = program.make([1, 4], [7, 2])
     program.agent.transfer(handle)
     for mine, theirs in ((1, 7), (4, 2)):
@@ -117,19 +117,38 @@ def test_the_plan_is_what_was_carried_out(program: Program) -> None:
         np.testing.assert_array_equal(its[[1, 4]], moved[[1, 4]])
 
 
-def test_results_and_exceptions_are_the_programs_own(program: Program) -> None:
+def test_results_and_exceptions_are_unchanged(program: Program) -> None:
     with pytest.raises(ValueError, match="indices differ in length"):
         program.agent.make_prepped_xfer("READ", program.local, [1], program.remote, [1, 2])
     assert program.agent.register_memory([(1, 2, 0, "")]) == [(1, 2, 0, "")]
     assert type(program.agent).transfer.__name__ == "transfer"
 
 
-def test_an_observer_that_fails_says_so_once_and_steps_aside(
+@pytest.mark.parametrize("sizes", [[], [0], [BLOCK, 0]], ids=["none", "empty", "one of two empty"])
+def test_a_list_that_cannot_move_ends_neither_the_recording_nor_its_readers(
+    program: Program, sizes: list[int]
+) -> None:
+    agent, op = program.agent, "READ"
+    here, there = (
+        [(memory.ctypes.data + number * BLOCK, nbytes, 0) for number, nbytes in enumerate(sizes)]
+        for memory in (program.here, program.there)
+    )
+    agent.transfer(agent.initialize_xfer(op, here, there, "prefill", b"odd"))
+    lists = agent.prep_xfer_dlist("", here), agent.prep_xfer_dlist("prefill", there)
+    rows = np.arange(len(sizes))
+    agent.transfer(agent.make_prepped_xfer(op, lists[0], rows, lists[1], rows, b"odd"))
+    agent.transfer(program.make([1], [2], request="cmpl-1"))
+    *before, last = program.recording().transfers
+    assert last.tag == "cmpl-1"
+    assert all(transfer.plan is None for transfer in before)
+
+
+def test_an_observer_that_fails_logs_it_once_and_stops(
     program: Program, caplog: pytest.LogCaptureFixture
 ) -> None:
     handle = program.make([1], [2])
     program.agent.make_prepped_xfer("READ", program.local, [1], program.remote, [2], 5)
-    program.observer.flush()  # a message that is no bytes
+    program.observer.flush()  # a message other than bytes
     assert not program.observer.calls.seen.active
     assert program.agent.transfer(handle) == "DONE"
     said = [its.message for its in caplog.records if "observing has ended" in its.message]
@@ -137,7 +156,7 @@ def test_an_observer_that_fails_says_so_once_and_steps_aside(
 
 
 def test_tensors_that_touch_in_memory_are_told_apart(program: Program) -> None:
-    """Here by registrations, of the peer by the number of tensors here."""
+    """Registrations tell tensors here apart, and the number of tensors those of the peer."""
     memory, theirs = (np.zeros((LAYERS, BLOCKS * BLOCK), np.uint8) for _ in range(2))
     program.agent.register_memory([(its.ctypes.data, BLOCKS * BLOCK, 0, "") for its in memory])
     program.local = program.agent.prep_xfer_dlist("", program.blocks(memory))
@@ -150,7 +169,7 @@ def test_tensors_that_touch_in_memory_are_told_apart(program: Program) -> None:
 
 
 def test_a_row_with_a_stride_and_a_count_is_that_many_ranges(program: Program) -> None:
-    """As vLLM 0.33 gives a layer; blocks do not touch here, and do at the peer."""
+    """A layer of vLLM 0.33 has this form; blocks do not touch here, and touch at the peer."""
     program.agent.register_memory([(program.here.ctypes.data, program.here.nbytes, 0, "")])
     for name, memory, stride in (("", program.here, BLOCK + 16), ("prefill", program.there, BLOCK)):
         rows = [(layer.ctypes.data, BLOCK, 0, stride, BLOCKS) for layer in memory]
@@ -179,7 +198,7 @@ FORMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_indices_are_those_of_the_call(program: Program, form: str) -> None:
-    """Also if the program changes them later."""
+    """The program may change the indices later."""
     lists = [FORMS[form](Program.every_layer(its)) for its in ([1, 4], [7, 2])]
     handle = program.agent.make_prepped_xfer(
         "READ", program.local, lists[0], program.remote, remote_indices=lists[1], notif_msg="cmpl-7"
@@ -208,10 +227,10 @@ def test_indices_are_those_of_the_call(program: Program, form: str) -> None:
         ([7, 15, 16], [1, 8, 17]),
     ],
 )
-def test_what_is_recorded_is_the_plan_of_each_descriptor(
+def test_the_recorded_plan_has_each_descriptor(
     program: Program, here: list[int], there: list[int], op: str
 ) -> None:
-    """Of transfers that are recorded by their tables, twice, and of those that are planned."""
+    """Some transfers are recorded twice by their tables, others are planned."""
     for _ in range(2):
         handle = program.agent.make_prepped_xfer(op, program.local, here, program.remote, there)
         program.agent.transfer(handle)
@@ -233,7 +252,7 @@ def test_what_is_recorded_is_the_plan_of_each_descriptor(
 
 
 def test_a_forked_child_observes_its_own_agents_only(program: Program) -> None:
-    """And the parent goes on."""
+    """The parent goes on to record."""
     pid = os.fork()
     if pid == 0:
         with suppress(BaseException):
@@ -251,10 +270,10 @@ def test_a_forked_child_observes_its_own_agents_only(program: Program) -> None:
 
 
 def test_calls_that_come_too_fast_are_a_finding(program: Program) -> None:
-    """Those of transfers that began before are left out; later ones are recorded."""
+    """Calls of transfers that began before are left out; later transfers are recorded."""
     handle = program.make([1], [3])
     program.observer.flush()
-    with program.observer.calls.mutex:  # the thread waits
+    with program.observer.calls.mutex:  # so that the thread waits
         for _ in range(MAX_SEEN):
             program.agent.release_dlist_handle(handle)
         program.agent.transfer(handle)
@@ -281,12 +300,12 @@ def test_calls_that_come_too_fast_are_a_finding(program: Program) -> None:
 def test_layers_in_one_registration_are_told_apart_by_a_transfer(
     program: Program, blocks: list[int], layers: int
 ) -> None:
-    """As vLLM allocates them on a CPU; the lists have all blocks of one layer after another."""
+    """CPU tensors of vLLM are made so. The lists have all blocks of one layer after another."""
     memory, theirs = (np.zeros((LAYERS, BLOCKS * BLOCK), np.uint8) for _ in range(2))
     program.agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")])
     program.agent.deregister_memory(program.registered)
     program.local = program.agent.prep_xfer_dlist("", program.blocks(memory))
-    type(program.agent)("prefill")  # another agent knows nothing of these lists
+    type(program.agent)("prefill")  # another agent does not know these lists
     program.remote = program.agent.prep_xfer_dlist("prefill", program.blocks(theirs))
     for _ in range(2):
         run(program, blocks, [7 - block for block in blocks])
@@ -304,9 +323,9 @@ def regions_in_memory() -> int:
     return sum(isinstance(found, Regions) for found in gc.get_objects())
 
 
-def test_of_lists_that_are_released_nothing_is_kept(program: Program) -> None:
+def test_released_lists_leave_nothing_behind(program: Program) -> None:
     """A program that makes and releases lists for hours must not grow."""
-    kept = program.local, program.remote  # a handle is known by its id
+    handles = program.local, program.remote  # a handle is known by its id
     program.observer.flush()
     before = regions_in_memory()
     for first in (0, 1):
@@ -323,11 +342,11 @@ def test_of_lists_that_are_released_nothing_is_kept(program: Program) -> None:
         program.observer.flush()
         assert regions_in_memory() == before
     assert len(program.recording().transfers) == 2
-    del kept
+    del handles
 
 
 def test_a_transfer_like_an_earlier_one_adds_only_its_rows(program: Program) -> None:
-    """No plan is made for it, since the program waits for the thread that would make it."""
+    """The program waits for the thread that would plan, so no plan is made."""
     sizes = []
     for blocks in ([1], [1, 2], [1, 2, 3, 4]):
         run(program, blocks, [7 - block for block in blocks])
@@ -345,7 +364,7 @@ def run(program: Program, here: list[int], there: list[int], op: str = "READ") -
 
 
 class TestFindings:
-    def test_none_of_a_program_that_is_right(self, program: Program) -> None:
+    def test_a_correct_program_has_no_findings(self, program: Program) -> None:
         type(program.agent).polls = 1
         first, second = run(program, [1, 2], [3, 4]), run(program, [3], [5])
         third = run(program, [5], [6], "WRITE")
@@ -359,13 +378,15 @@ class TestFindings:
 
     @pytest.mark.parametrize("op", ["READ", "WRITE"])
     @pytest.mark.parametrize("order", [[4, 5], [5, 4], [3, 5, 4]])
-    def test_none_of_neighbours(self, program: Program, op: str, order: list[int]) -> None:
+    def test_neighbouring_ranges_are_not_findings(
+        self, program: Program, op: str, order: list[int]
+    ) -> None:
         type(program.agent).polls = 1
         for block in order:
             run(program, [block], [block], op)
         assert program.findings() == []
 
-    def test_none_of_equal_addresses_at_two_peers(self, program: Program) -> None:
+    def test_equal_addresses_at_two_peers_are_not_findings(self, program: Program) -> None:
         """Two processes may have their memory at one address."""
         type(program.agent).polls = 1
         first = run(program, [1], [4], "WRITE")
@@ -399,7 +420,7 @@ class TestFindings:
     def test_two_transfers_in_flight_are_compared(
         self, tmp_path: Path, ops: tuple[str, str]
     ) -> None:
-        """By where each writes: here, or at one of two peers with equal addresses."""
+        """Transfers write here, or at one of two peers with equal addresses."""
         for number, (peer, here, there) in enumerate(product(("prefill", "other"), (1, 2), (4, 5))):
             second = Program(tmp_path / str(number))
             type(second.agent).polls = 1
@@ -440,7 +461,7 @@ class TestFindings:
         ("rows", "found"),
         [
             ([0, 1, 8, 9, 16], ["uncovered_tail"]),
-            ([0, 1, 8, 9], []),  # the other layer comes by itself
+            ([0, 1, 8, 9], []),  # the other layer comes in a transfer of its own
             ([1, 8, 9], []),
         ],
     )
@@ -464,3 +485,30 @@ class TestFindings:
         assert program.findings() == []
         program.agent.send_notif("prefill", b"cmpl-7:2")
         assert program.findings() == ["notified_before_bytes"]
+
+    def test_a_transfer_that_is_posted_again_after_its_memory_was_registered_again(
+        self, program: Program
+    ) -> None:
+        type(program.agent).polls = 1
+        handle = run(program, [1], [3])
+        program.agent.deregister_memory(program.registered[:1])
+        assert program.agent.check_xfer_state(handle) == "DONE"
+        before = program.findings()
+        program.agent.register_memory(program.registered[:1], "DRAM")
+        program.agent.transfer(handle)
+        assert program.agent.check_xfer_state(handle) == "DONE"
+        assert program.findings() == before
+
+
+@pytest.mark.parametrize("sort", ["cpu", "cuda"])
+@pytest.mark.parametrize("given", ["DRAM", "VRAM", None])
+def test_tensors_are_host_memory_only_if_their_device_is_the_host(
+    sort: str, given: str | None
+) -> None:
+    """Sums are read from host memory only; NIXL ignores `mem_type` if it is given tensors."""
+    tensor = types.SimpleNamespace(
+        data_ptr=lambda: 4096, numel=lambda: 4, element_size=lambda: 4,
+        device=types.SimpleNamespace(type=sort),
+    )  # fmt: skip
+    is_host = surfaces._registered((None, [tensor], given), {}, None)[-1]
+    assert is_host is (sort == "cpu")

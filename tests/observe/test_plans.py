@@ -1,4 +1,4 @@
-"""Lists of descriptors as tensors of blocks, compared with the tensors that they were made of."""
+"""Lists of descriptors become tensors of blocks, equal to the tensors that they were made of."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ NO_CUTS = np.empty(0, np.int64)
 
 
 def shown_tensors(length: int) -> dict[tuple[int, ...], int]:
-    """The number of tensors for indices that show tensors in a list of this length.
+    """Return the number of tensors for indices that name tensors in a list of this length.
 
-    Made by naming two or three rows of each possible number of tensors.
+    The helper names two or three rows of each possible number of tensors.
     """
     known: dict[tuple[int, ...], int] = {}
     for count in [count for count in range(2, length + 1) if length % count == 0]:
@@ -30,8 +30,8 @@ def shown_tensors(length: int) -> dict[tuple[int, ...], int]:
 
 
 @pytest.mark.parametrize("length", [4, 6, 8])
-def test_indices_show_the_most_tensors_that_they_can(length: int) -> None:
-    """And none if one of them is another, or if they are in a row."""
+def test_indices_give_the_largest_possible_number_of_tensors(length: int) -> None:
+    """The number is 0 if one of the tensors differs, or if the rows adjoin."""
     addresses = 4096 + 64 * np.arange(length)
     ranges = np.stack([addresses, np.full(length, 64)], axis=1)
     regions = regions_of(ranges, "local", NO_CUTS, 0)
@@ -46,15 +46,15 @@ def test_indices_show_the_most_tensors_that_they_can(length: int) -> None:
         assert regions.num_layers(np.array(indices)) == expected, indices
 
 
-def test_tensors_are_those_that_the_list_was_made_of() -> None:
-    """Each of some rows at one distance, by rows that touch, or with gaps between them."""
+def test_tensors_equal_those_that_the_list_was_made_of() -> None:
+    """Rows of a tensor lie at one distance, and touch or have gaps between them."""
     forms = [(3, 64, 64), (4, 128, 64), (3, 64, 64), (3, 192, 64), (3, 192, 64), (5, 96, 96)]
     for made in (forms, forms[::-1], forms[1:2], forms[1:3], forms[3:5] * 3, [(1, 64, 64)]):
         ranges, expected, start = [], [], 1 << 20
         for number, (count, stride, nbytes) in enumerate(made):
             ranges += [(start + row * stride, nbytes) for row in range(count)]
             expected += [(number, row) for row in range(count)]
-            start += 10_000 + 1000 * number  # no two jumps are alike
+            start += 10_000 + 1000 * number  # no two distances between tensors are equal
         regions = regions_of(np.array(ranges), "local", NO_CUTS, 7)
         sides = [(s.num_tensors, s.count, s.stride, s.cache_id) for s in regions.sides]
         groups: list[tuple[int, int, int, int]] = []
@@ -70,13 +70,17 @@ def test_tensors_are_those_that_the_list_was_made_of() -> None:
 
 
 @pytest.mark.parametrize("pulls", [False, True])
-def test_ranges_are_offsets_into_the_registration_that_they_are_in(pulls: bool) -> None:
-    """The first, another, from the begin to the last byte; of the peer's they are addresses."""
+def test_ranges_are_offsets_into_their_registration(pulls: bool) -> None:
+    """Ranges of this process are offsets into the registration that contains them.
+
+    They lie in the first registration or another, from the begin to the last byte. Those of the
+    peer are addresses.
+    """
     bases = np.array([1000, 5000, 9000])
     names = {"a": 1000, "b": 5000, "c": 9000, ADDRESSES.name: 0}
     sides = [Side(1, 1, 4000, False, Placement.HOST, name=name) for name in "abc"]
     here, there = [9010, 1000, 4990, 5000, 3], [70, 80, 90, 60, 50]
-    nbytes = [7, 1, 10, 4000, 0]  # of no bytes, it may be anywhere
+    nbytes = [7, 1, 10, 4000, 0]  # a range of no bytes may be anywhere
     plan = plan_of_ranges(pulls, bases, sides, *map(np.array, (here, there, nbytes)))
     found = []
     for part in plan.parts:
@@ -94,8 +98,8 @@ def test_ranges_are_offsets_into_the_registration_that_they_are_in(pulls: bool) 
     ]
 
 
-def test_two_sides_have_an_address_in_common_that_both_contain() -> None:
-    """And None only if there is none: all pairs of two short ranges each."""
+def test_a_common_address_is_in_both_ranges() -> None:
+    """The result is None only if the ranges share no address, in all pairs of short ranges."""
     ranges = [(start, start + size) for start in range(6) for size in (1, 3)]
     sides = [pair for pair in product(ranges, repeat=2) if pair[0] <= pair[1]]
     for ours, theirs in product(sides, repeat=2):

@@ -1,4 +1,4 @@
-"""Sums of blocks at both ends: the first wrong block is named, and whose bytes it has."""
+"""Sums of blocks at both ends: they name the first wrong block, and the owner of its bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MINE, THEIRS = [1, 4], [7, 2]
 
 
 class Pair(Program):
-    """A program, and the owner of what it reads; both are observed with sums."""
+    """A program, and the owner of the memory that it reads, both observed with sums."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, sums=True)
@@ -55,7 +55,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     made.observer.close()
 
 
-def test_what_arrives_as_it_was_handed_over(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+def test_correct_bytes_have_no_report(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     pair.hand_over()
     pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS))
     assert "cmpl-7: transfer #" in (text := pair.sums(capsys, 0))
@@ -63,7 +63,7 @@ def test_what_arrives_as_it_was_handed_over(pair: Pair, capsys: pytest.CaptureFi
 
 
 def test_a_stale_block(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    """The owner wrote another request into it."""
+    """The owner wrote another request into the block."""
     pair.hand_over()
     pair.there[1, 2 * BLOCK : 3 * BLOCK] ^= 1
     pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS))
@@ -73,10 +73,10 @@ def test_a_stale_block(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     assert text.endswith(" arrived: no bytes of this request")
 
 
-def test_a_block_that_has_another_request_by_now(
+def test_a_block_that_another_request_has_taken_over(
     pair: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was freed too early, and handed over again: the other request is named."""
+    """The block was freed too early and handed over again: the report names the other request."""
     pair.hand_over()
     pair.there[:, 2 * BLOCK : 3 * BLOCK] ^= 1
     pair.hand_over("cmpl-9", [6, 2])
@@ -120,7 +120,7 @@ def test_two_ranks_hand_over_the_same_request(
 
 
 def test_a_name_of_a_peer_in_bytes(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    """As some versions of `add_remote_agent` return it."""
+    """Some versions of `add_remote_agent` return the name so."""
     pair.remote = pair.agent.prep_xfer_dlist(b"prefill", pair.blocks(pair.there))
     pair.hand_over()
     pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS))
@@ -130,7 +130,7 @@ def test_a_name_of_a_peer_in_bytes(pair: Pair, capsys: pytest.CaptureFixture[str
 def test_the_owner_has_no_transfer_to_compare(
     pair: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The user learns which option compares both ends."""
+    """The message names the option that compares both ends."""
     pair.hand_over()
     pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS))
     pair.observer.flush()
@@ -160,7 +160,7 @@ def test_two_requests_in_a_folder_of_both_ends(
 
 
 def test_the_number_of_the_cache_is_listed(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the listing says is what `--block` takes; another number is answered with it."""
+    """The listing has the numbers that `--block` takes; another number is answered with it."""
     pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS))
     pair.observer.flush()
     file = str(next(pair.folder.glob("nixl-decode-*")))
@@ -177,7 +177,7 @@ def test_the_number_of_the_cache_is_listed(pair: Pair, capsys: pytest.CaptureFix
 
 
 def test_blocks_that_are_read_again(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    """The owner has given them to others after the first transfer."""
+    """The owner has given the blocks to others after the first transfer."""
     pair.hand_over()
     for here in (MINE, MINE[::-1]):
         pair.move(Program.every_layer(here), Program.every_layer(THEIRS))
@@ -217,11 +217,11 @@ def test_a_wrong_layer(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     assert "the same in 1 more, up to layer 1 layer 2, run 0 from layer 0: " in text
 
 
-def test_a_push_is_compared_with_what_its_receiver_found(
+def test_a_push_is_compared_with_the_sums_of_its_receiver(
     pair: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS), "WRITE")
-    pair.here[:] = 0  # what the sender does with its memory later does not matter
+    pair.here[:] = 0  # later changes of the sender's memory do not matter
     pair.there[0, 7 * BLOCK] ^= 1
     pair.hand_over()
     document = json.loads(pair.sums(capsys, 1, "--json", "--tag", "cmpl-7"))
@@ -233,7 +233,7 @@ def test_a_push_is_compared_with_what_its_receiver_found(
 def test_a_push_that_another_one_of_its_sender_has_overwritten(
     pair: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The other request is one of the sender's, whose memory these bytes were in."""
+    """The other request is one of the sender's, whose memory had these bytes."""
     pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS), "WRITE")
     pair.observer.sum("cmpl-9", pair.descriptors(pair.here, [3]))
     pair.there[0, 7 * BLOCK : 8 * BLOCK] = pair.here[0, 3 * BLOCK : 4 * BLOCK]
@@ -245,7 +245,7 @@ def test_a_push_that_another_one_of_its_sender_has_overwritten(
 
 @pytest.mark.parametrize("op", ["READ", "WRITE"])
 def test_a_tag_that_is_used_again(pair: Pair, capsys: pytest.CaptureFixture[str], op: str) -> None:
-    """A pull is compared with what was handed over last, a push with what its receiver found."""
+    """A pull is compared with the latest hand-over, a push with the sums of its receiver."""
     for _ in range(3):
         if op == "READ":
             pair.hand_over()
@@ -268,7 +268,7 @@ def test_without_the_sums_of_the_owner(pair: Pair, capsys: pytest.CaptureFixture
 
 
 def test_memory_that_cannot_be_read_has_no_sums(pair: Pair) -> None:
-    """Of a device, or not registered: as the address may be anything."""
+    """Memory of a device, or memory that is not registered, may have any address."""
     pair.observer.sum("cmpl-7", [(8, 1 << 40, 0)])
     pair.owner.deregister_memory([(its.ctypes.data, its.nbytes, 0, "") for its in pair.there])
     device = np.zeros(64, np.uint8)
@@ -281,8 +281,8 @@ def test_memory_that_cannot_be_read_has_no_sums(pair: Pair) -> None:
         assert [row for row in read(path).events if row.operation == "sums"] == []
 
 
-def test_without_an_observer_nothing_happens(tmp_path: Path) -> None:
-    """Or with one that records no sums."""
+def test_without_an_observer_no_sums_are_recorded(tmp_path: Path) -> None:
+    """The same holds for an observer that records no sums."""
     program = Program(tmp_path)
     kvplan.observe.sums("cmpl-7", [(8, 1 << 40, 0)])
     program.observer.sum("cmpl-7", [(program.here.ctypes.data, 8, 0)])

@@ -1,4 +1,4 @@
-"""Two agents in two processes, over NIXL itself and kvplan's: their recordings are one story."""
+"""Two agents in two processes, over NIXL itself and kvplan's: their recordings fit together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.zygote import ROOT
 
 PROGRAM = ROOT / "examples/why_is_it_wrong.py"
 NIXL = ROOT / "build/peers/bin/python"
-WHOSE = """
+OWNERS = """
 import runpy, sys
 library = runpy.run_path(sys.argv[1])["nixl_agent"].__module__
 print(library)
@@ -47,7 +47,7 @@ def library(request: pytest.FixtureRequest) -> str:
 
 
 def run(library: str, *arguments: str) -> str:
-    """Run Python with this library, and with kvplan of this tree; return what it printed."""
+    """Run Python with this library, and with kvplan of this tree, and return its output."""
     installed = library == "nixl_cu12"
     folders = [str(ROOT), *([sysconfig.get_path("purelib")] if installed else [])]
     done = subprocess.run(
@@ -62,7 +62,7 @@ def run(library: str, *arguments: str) -> str:
 
 
 def ends(library: str, plant: str, folder: Path) -> Ends:
-    """Run both processes with this mistake."""
+    """Run both processes with the planted mistake."""
     said = run(library, str(PROGRAM), "--plant", plant, "--folder", str(folder))
     assert "cmpl-1: DONE" in said
     assert said.count("WRONG") == 1
@@ -71,7 +71,7 @@ def ends(library: str, plant: str, folder: Path) -> Ends:
 
 
 def wrong(found: Ends, request: str, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    """Return what `kvplan trace --sums` says is wrong with a request."""
+    """Return the report of `kvplan trace --sums` on a request."""
     capsys.readouterr()
     code = main(["trace", *found, "--sums", "--request", request, "--json"])
     (transfer,) = json.loads(capsys.readouterr().out)["transfers"]
@@ -79,8 +79,8 @@ def wrong(found: Ends, request: str, capsys: pytest.CaptureFixture[str]) -> list
     return list(transfer["wrong"])
 
 
-def test_the_library_is_the_one_that_is_named(library: str) -> None:
-    assert run(library, "-c", WHOSE, str(PROGRAM)).split()[-1].startswith(library)
+def test_the_requested_library_is_used(library: str) -> None:
+    assert run(library, "-c", OWNERS, str(PROGRAM)).split()[-1].startswith(library)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_sums_of_both_ends_name_the_wrong_blocks(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The first is the first of the request, and the request before it has none."""
+    """The first wrong block is the first of the request, and the request before has none."""
     found = ends(library, plant, tmp_path)
     assert wrong(found, "cmpl-1", capsys) == []
     listed = wrong(found, "cmpl-2", capsys)
@@ -124,7 +124,7 @@ def test_sums_of_both_ends_name_the_wrong_blocks(
 def test_two_requests_are_told_apart(
     library: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the layers that they read: one end is enough for that."""
+    """The layers that they read differ, so the recording of one end suffices."""
     decode, _ = ends(library, "layer", tmp_path)
     for tags, code, differ in (
         (("cmpl-1", "cmpl-1"), 0, []),

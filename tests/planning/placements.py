@@ -1,4 +1,4 @@
-"""Manifests of weights for tests: what Mooncake's `weight_placement_to_json` writes, by hand."""
+"""Manifests of weights for tests, written by hand as Mooncake's `weight_placement_to_json` does."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def manifest(
     dp: int = 1,
     split: dict[str, tuple[tuple[int, ...], int | None]] = SPLIT,
 ) -> dict[str, Any]:
-    """A placement of `split` on tp x pp x dp ranks; stage i has every pp-th layer from i on."""
+    """Return a placement of `split` on tp x pp x dp ranks; stage i has every pp-th layer from i."""
     parts = []
     for d, p, t in np.ndindex(dp, pp, tp):
         its = rank(t, p, d)
@@ -108,12 +108,12 @@ def manifest(
 def weights(
     split: dict[str, tuple[tuple[int, ...], int | None]] = SPLIT,
 ) -> dict[str, NDArray[np.float32]]:
-    """Values of the tensors, each its own."""
+    """Return tensors whose elements all have different values."""
     numbers = np.random.default_rng(7)
     return {name: numbers.random(shape, np.float32) for name, (shape, _) in split.items()}
 
 
 def local(whole: NDArray[np.float32], its: dict[str, Any]) -> NDArray[np.float32]:
-    """The elements of a fragment."""
+    """Return the elements of a fragment."""
     box = zip(its["global_offset"], its["local_shape"], strict=True)
     return whole[tuple(slice(first, first + size) for first, size in box)].copy()

@@ -1,4 +1,4 @@
-"""What can be given as a block table, and what is refused rather than guessed."""
+"""Values that are block tables, and values that are refused instead of guessed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import kvplan
 from kvplan import CacheDesc, DataType, LLMException, Plan, Rows, Transfer
-from kvplan.planning.blocks import sorted_pairs
+from kvplan.planning.blocks import is_empty, sorted_pairs
 
 DESC = CacheDesc(2, (8, 4), DataType.DT_INT8)
 
@@ -26,7 +26,7 @@ class Block(IntEnum):
 
 
 class Lying(Sequence[int]):
-    """Says that it is shorter than it is."""
+    """A sequence whose length is smaller than its number of elements."""
 
     def __init__(self, *blocks: int) -> None:
         self.blocks = blocks
@@ -39,7 +39,7 @@ class Lying(Sequence[int]):
 
 
 class Scalar:
-    """Of one element, as some libraries have it: it stands for an int, and NumPy can read it."""
+    """A tensor of one element, as some libraries have it: an index, and readable by NumPy."""
 
     def __init__(self, value: int | bool) -> None:
         self.value = value
@@ -82,12 +82,12 @@ SAME: list[Any] = [
 
 
 def without_address(value: object) -> str:
-    """Return its repr, the same in every process: they agree on the names of tests."""
+    """Return the repr without addresses, so that all processes agree on the names of tests."""
     return repr(value).split(" at 0x")[0]
 
 
 @pytest.mark.parametrize("blocks", SAME, ids=without_address)
-def test_every_kind_of_integers_means_the_same(blocks: Any) -> None:
+def test_every_kind_of_integers_is_the_same_table(blocks: Any) -> None:
     expected = plan([5, 2])
     assert plan(blocks) == expected
     assert kvplan.plan(
@@ -144,7 +144,7 @@ NOT_A_TABLE: list[Any] = [
 
 @pytest.mark.parametrize("blocks", NOT_A_TABLE, ids=without_address)
 @pytest.mark.parametrize("side", ["src", "dst"])
-def test_what_is_no_sequence_of_integers_is_named(side: str, blocks: Any) -> None:
+def test_a_value_that_is_not_a_sequence_of_integers_is_named(side: str, blocks: Any) -> None:
     tables = {"src": [0, 1], "dst": [0, 1]} | {side: blocks}
     with pytest.raises(TypeError, match=rf"{side}\.blocks"):
         plan(*tables.values())
@@ -167,7 +167,7 @@ OUT_OF_RANGE: list[tuple[Any, int]] = [
 
 @pytest.mark.parametrize(("blocks", "value"), OUT_OF_RANGE, ids=repr)
 @pytest.mark.parametrize("side", ["src", "dst"])
-def test_an_index_out_of_range_is_named_whatever_holds_it(
+def test_an_index_out_of_range_is_named_in_any_kind_of_table(
     side: str, blocks: Any, value: int
 ) -> None:
     tables = {"src": [0, 1], "dst": [0, 1]} | {side: blocks}
@@ -175,7 +175,7 @@ def test_an_index_out_of_range_is_named_whatever_holds_it(
         plan(*tables.values())
     assert f"{side}.blocks[1]={value} is out of range [0, 8)" in str(raised.value)
 
-    # One block alone is looked at without NumPy's reductions.
+    # A table of one block is checked without NumPy's reductions.
     alone = {"src": [0], "dst": [0]} | {side: blocks[1:]}
     with pytest.raises(LLMException) as raised:
         plan(*alone.values())
@@ -200,7 +200,7 @@ def test_a_source_table_is_accepted_if_and_only_if_it_is_in_range(blocks: list[i
 def test_a_destination_table_is_accepted_if_and_only_if_it_is_distinct(
     blocks: list[int], large: bool
 ) -> None:
-    # In a large cache another way of counting is taken.
+    # A large cache takes another way of counting.
     desc = CacheDesc(2, (100_000 if large else 8, 4), DataType.DT_INT8)
     sources = [0] * len(blocks)
     if len(set(blocks)) == len(blocks):
@@ -226,7 +226,7 @@ def test_a_plan_does_not_change_with_the_callers_table() -> None:
     assert made.to_dict() == before == plan([5, 2], [0, 1]).to_dict()
 
 
-def test_an_empty_source_table_means_a_slot() -> None:
+def test_a_source_without_blocks_is_a_slot() -> None:
     slots = CacheDesc(2, (3, 8), DataType.DT_INT8)
     for nothing in (None, (), [], np.empty(0, dtype=int), np.empty(0)):
         assert (
@@ -244,3 +244,9 @@ def test_pairs_are_in_order_however_they_are_sorted(blocks: int, count: int, rep
     dst = rng.permutation(blocks).astype(np.int64)
     found = sorted_pairs(src, dst, count)
     assert [*zip(*found, strict=True)] == sorted(zip(src, dst, strict=True))
+
+
+@pytest.mark.parametrize("blocks", [None, 5, [0], (0,), np.zeros(1, int), iter([])])
+def test_only_a_table_without_blocks_is_empty(blocks: object) -> None:
+    assert not is_empty(blocks)
+    assert all(map(is_empty, ([], (), np.empty(0, int))))

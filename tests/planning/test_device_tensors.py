@@ -1,4 +1,4 @@
-"""What tensors on devices say of themselves, by each protocol; their memory is never looked at."""
+"""Forms of tensors on devices by each protocol; their memory is never read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ON_GPU = 0x7F_0000_0000  # never read
         TorchTensor(ARRAY, None, "cuda:0", ON_GPU),
     ],
 )
-def test_every_protocol_says_the_same(tensor: object) -> None:
+def test_every_protocol_gives_the_same_form(tensor: object) -> None:
     form = read_form("it", tensor)
     assert (form.address, form.nbytes, form.read_only) == (ON_GPU, ARRAY.nbytes, False)
     assert form.data_type is DataType.DT_FLOAT16
@@ -47,7 +47,7 @@ def test_strides_in_bytes_are_strides_of_elements() -> None:
 
 
 def test_bfloat16_is_two_bytes_without_a_name() -> None:
-    """The interface has no such type: libraries write it as raw bytes."""
+    """The interface lacks this type: libraries export it as raw bytes."""
     raw = CudaArray(np.zeros(ARRAY.shape, "V2"), ON_GPU)
     desc = CacheDesc.from_tensors([raw], NHD, data_type=DataType.DT_BF16)
     assert desc.data_type is DataType.DT_BF16
@@ -55,22 +55,22 @@ def test_bfloat16_is_two_bytes_without_a_name() -> None:
     assert CacheDesc.from_tensors([named], NHD).data_type is DataType.DT_BF16
 
 
-def test_who_is_read_only_says_so() -> None:
+def test_a_read_only_tensor_has_a_read_only_form() -> None:
     assert read_form("it", GpuTensor(ARRAY, ON_GPU, read_only=True)).read_only
     assert read_form("it", CudaArray(ARRAY, data=(ON_GPU, True))).read_only
 
 
 class TestSynchronization:
-    """Nothing is read, so nothing has to be waited for: -1 to those who know it."""
+    """Planning reads no memory, so it waits for no stream: producers with streams get -1."""
 
     @pytest.mark.parametrize("device_type", [2, 10, 13])
-    def test_of_devices_with_streams_is_declined(self, device_type: int) -> None:
+    def test_devices_with_streams_get_minus_one(self, device_type: int) -> None:
         tensor = GpuTensor(ARRAY, ON_GPU, device=(device_type, 0))
         read_form("it", tensor)
         assert tensor.streams == [-1]
 
     @pytest.mark.parametrize("device_type", [1, 3, 11, 12, 14])
-    def test_is_not_spoken_of_elsewhere(self, device_type: int) -> None:
+    def test_other_devices_get_no_stream(self, device_type: int) -> None:
         tensor = GpuTensor(ARRAY, device=(device_type, 0))
         read_form("it", tensor)
         assert tensor.streams == [None]
@@ -92,7 +92,7 @@ class TestSynchronization:
 
 
 @pytest.mark.parametrize(
-    ("device", "said"),
+    ("device", "expected"),
     [
         ((2, 5), TensorDevice("cuda", 5, "device cuda:5")),
         ((10, 1), TensorDevice("rocm", 1, "device rocm:1")),
@@ -103,11 +103,11 @@ class TestSynchronization:
         ((3, 0), None),
     ],
 )
-def test_devices_of_dlpack(device: tuple[int, int], said: TensorDevice | None) -> None:
-    assert read_form("it", GpuTensor(ARRAY, device=device)).device == said
+def test_devices_of_dlpack(device: tuple[int, int], expected: TensorDevice | None) -> None:
+    assert read_form("it", GpuTensor(ARRAY, device=device)).device == expected
 
 
-def test_tensors_of_two_devices_are_no_cache() -> None:
+def test_tensors_of_two_devices_are_refused() -> None:
     first, second = (GpuTensor(ARRAY, ON_GPU, device=(2, number)) for number in range(2))
     with refused("LLM_PARAM_INVALID", r"\[1\] is on device cuda:1, and .*\[0\] on device cuda:0"):
         CacheDesc.from_tensors([first, second], NHD)
@@ -131,7 +131,7 @@ def test_tensors_of_two_devices_are_no_cache() -> None:
     ],
     ids=repr,
 )
-def test_an_interface_that_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:
+def test_an_impossible_interface_is_refused(changes: dict[str, object], message: str) -> None:
     with refused("LLM_PARAM_INVALID", f"^it.*{message}"):
         check_present(read_form("it", CudaArray(ARRAY, **changes)))
 
@@ -145,18 +145,18 @@ def test_an_interface_without_a_field_is_refused(missing: str) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyError, OSError, IndexError])
-def test_what_its_library_raises_names_the_tensor(error: type[Exception]) -> None:
-    class Lying:
+def test_an_error_of_the_library_names_the_tensor(error: type[Exception]) -> None:
+    class Failing:
         @property
         def __cuda_array_interface__(self) -> dict[str, object]:
             raise error("it lies")
 
-    class LyingDLPack:
+    class FailingDLPack:
         def __dlpack__(self, **_: object) -> object:
             raise error("it lies")
 
-    for given in (Lying(), LyingDLPack()):
-        with refused("LLM_PARAM_INVALID", "^it: Lying.* does not export its memory: .*it lies"):
+    for given in (Failing(), FailingDLPack()):
+        with refused("LLM_PARAM_INVALID", "^it: Failing.* does not export its memory: .*it lies"):
             read_form("it", given)
 
 

@@ -1,4 +1,4 @@
-"""Block tables without blocks move nothing; tables that are not of one request are refused."""
+"""Block tables without blocks move nothing; tables of different requests are refused."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from kvplan import (
     execute,
 )
 from kvplan.planning import reference
+from kvplan.planning.blocks import RequestBlocks
 from kvplan.planning.gather import plan_gather
 from tests.support.plans import joined
 from tests.support.refusals import refused
@@ -42,6 +43,9 @@ EMPTY: dict[str, Callable[[], Plan]] = {
     "blocks": lambda: kvplan.plan(Transfer(Rows(NHD, []), Rows(NHD, [])), local="dst"),
     "no tokens": lambda: kvplan.plan(
         Transfer(Rows(NHD, []), Rows(NHD, []), num_tokens=0), local="dst"
+    ),
+    "no tokens of a lease": lambda: kvplan.plan(
+        Transfer(Rows(NHD, RequestBlocks([3, 4])), Rows(NHD, []), num_tokens=0), local="dst"
     ),
     "arrays": lambda: kvplan.plan(
         Transfer(Rows(NHD, np.empty(0, int)), Rows(NHD, np.empty(0))), local="src"
@@ -68,9 +72,10 @@ def arrays(desc: CacheDesc) -> list[np.ndarray[Any, Any]]:
 
 
 @pytest.mark.parametrize("name", EMPTY)
-def test_no_blocks_are_a_plan_of_no_bytes(name: str) -> None:
+def test_tables_without_blocks_are_a_plan_of_no_bytes(name: str) -> None:
     plan = EMPTY[name]()
     assert (plan.nbytes, plan.num_descriptors, plan.part.num_slices) == (0, 0, 0)
+    assert plan.kind == ("C2B" if name.startswith("slot") else "B2B")
     again = Plan.from_dict(plan.to_dict())
     assert again == plan
     assert again.fingerprint == plan.fingerprint
@@ -85,7 +90,7 @@ def test_a_group_may_have_nothing_to_move() -> None:
     assert joined({"none": EMPTY["unlike"](), "one": one}).nbytes == one.nbytes
 
 
-def test_no_blocks_are_executed() -> None:
+def test_a_plan_without_blocks_is_executed() -> None:
     plan = EMPTY["unlike"]()
     source, target = arrays(NHD), arrays(HND)
     reference.execute(plan, source, target)
@@ -98,7 +103,7 @@ def test_a_gather_of_nothing_moves_nothing() -> None:
     assert [plan.nbytes for plan in plans if plan is not None] == [0]
 
 
-def test_what_cannot_match_is_refused_without_blocks_too() -> None:
+def test_incompatible_caches_are_refused_even_without_blocks() -> None:
     with refused("LLM_PARAM_INVALID", "axis dim"):
         kvplan.plan(Transfer(Rows(NHD, []), Rows(blocks(8, 16, 2, 8), [])), local="dst")
 
@@ -138,7 +143,7 @@ def planned(
         (NHD, HND, 1, 0, {}, "src.blocks hold 16 tokens"),
     ],
 )  # fmt: skip
-def test_tables_of_no_one_request_are_refused(
+def test_tables_of_different_requests_are_refused(
     src: CacheDesc, dst: CacheDesc, src_blocks: int, dst_blocks: int, more: Any, text: str
 ) -> None:
     with refused("LLM_PARAM_INVALID", text):
@@ -149,7 +154,7 @@ def test_tables_of_no_one_request_are_refused(
     ("src", "dst", "src_blocks", "dst_blocks", "more"),
     [
         (NHD, NHD, 2, 2, {"num_tokens": 17}),
-        (NHD, NHD, 8, 8, {"num_tokens": 32}),  # tables of the whole request, of which a part moves
+        (NHD, NHD, 8, 8, {"num_tokens": 32}),  # tables of the whole request, part of which moves
         (NHD, NHD, 6, 2, {"num_tokens": 30, "src_token": 64}),
         (NHD, NHD, 2, 2, {"num_tokens": 8, "src_token": 8, "dst_token": 3}),
         (NHD, NHD, 3, 2, {"num_tokens": 8, "src_token": 20, "dst_token": 8}),
@@ -158,7 +163,7 @@ def test_tables_of_no_one_request_are_refused(
         (SLOTS, NHD, 0, 3, {"num_tokens": 20}),
     ],
 )
-def test_tables_of_one_request_are_taken(
+def test_tables_of_one_request_are_accepted(
     src: CacheDesc, dst: CacheDesc, src_blocks: int, dst_blocks: int, more: Any
 ) -> None:
     plan = planned(src, dst, src_blocks, dst_blocks, **more)

@@ -1,4 +1,4 @@
-"""Plans that are saved and loaded."""
+"""Saving plans to files, and loading them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PLAN = kvplan.plan(
 )
 
 
-def test_plans_of_one_part_and_of_several_come_back_equal(tmp_path: Path) -> None:
+def test_plans_of_one_or_several_parts_are_restored(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     for plan in (PLAN, joined({"full": PLAN, "größe": PLAN})):
         plan.save(path)
         found = kvplan.load_plan(path)
         assert found == plan
-        assert found.explain() == plan.explain()  # with what equality leaves out
+        assert found.explain() == plan.explain()  # includes fields that equality ignores
         assert kvplan.load_plan(str(path)) == plan
 
 
@@ -48,7 +48,7 @@ def test_errors_name_the_file_the_part_and_the_field(tmp_path: Path) -> None:
         kvplan.load_plan(path)
 
 
-def test_no_more_is_read_than_a_plan_can_have(tmp_path: Path) -> None:
+def test_a_file_larger_than_any_plan_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.touch()
     os.truncate(path, (128 << 20) + 1)

@@ -1,4 +1,4 @@
-"""A cache is described by what its tensors say of themselves, whatever library they are of."""
+"""Descriptions of caches from their tensors, of any library."""
 
 import sys
 
@@ -11,7 +11,7 @@ from tests.support.refusals import refused
 
 NHD = "block token head dim"
 SHAPE = (5, 4, 3, 8)
-"""Blocks, tokens, heads, elements of a head."""
+"""Axes: blocks, tokens, heads, elements of a head."""
 
 
 def array(dtype=np.float32):
@@ -29,7 +29,7 @@ def test_a_list_of_arrays_is_a_cache():
 @pytest.mark.parametrize(
     "library", [lambda value: value, InterfaceOnly, as_buffer, DLPackTensor, TorchTensor]
 )
-def test_every_library_says_the_same(library):
+def test_every_library_gives_the_same_description(library):
     whole = CacheDesc.from_tensors([library(array())], NHD)
     assert whole == CacheDesc(
         1, (5, 4, 3, 8), DataType.DT_FLOAT, Placement.HOST, kv_tensor_format=NHD
@@ -54,7 +54,7 @@ def test_keys_and_values_outside_of_blocks():
     assert desc.batch_size == 5
 
 
-def test_strides_of_a_dimension_of_length_1_say_nothing():
+def test_strides_of_a_dimension_of_length_1_are_ignored():
     odd = np.lib.stride_tricks.as_strided(array()[:, :, :1].copy(), (5, 4, 1, 8), (128, 32, 4, 4))
     assert str(CacheDesc.from_tensors([odd], NHD).layout) == NHD
     both = [odd, np.zeros((5, 4, 1, 8), np.float32)]
@@ -77,7 +77,7 @@ def test_strides_of_a_dimension_of_length_1_say_nothing():
         (DLPackTensor(array(np.int32)), "DT_INT32"),
     ],
 )
-def test_types(tensor, data_type):
+def test_data_types_of_tensors(tensor, data_type):
     assert CacheDesc.from_tensors([tensor], NHD).data_type.name == data_type
 
 
@@ -90,7 +90,7 @@ def test_types(tensor, data_type):
         ("V2", DataType.DT_FLOAT16),
     ],
 )
-def test_a_type_that_numpy_does_not_have_can_be_said(dtype, data_type):
+def test_a_type_that_numpy_lacks_can_be_given(dtype, data_type):
     assert CacheDesc.from_tensors([array(dtype)], NHD, data_type=data_type).data_type is data_type
 
 
@@ -135,15 +135,15 @@ def test_a_shard_is_kept():
 
 
 class TestGaps:
-    """The message names the axis, both numbers, and what to give instead."""
+    """Gaps between rows are described; the error for other gaps names the axis and the remedy."""
 
-    def test_keys_of_a_tensor_of_both(self):
+    def test_a_view_of_keys_has_a_row_stride(self):
         both = np.zeros((5, 2, 4, 3, 8), np.float16)
         apart = CacheDesc.from_tensors([both[:, 0], both[:, 1]], NHD)
         assert (apart.row_nbytes, apart.row_stride) == (192, 384)
         assert CacheDesc.from_tensors([both], "block kv token head dim").num_tensors == 1
 
-    def test_one_layer_of_blocks_of_all_layers(self):
+    def test_a_view_of_one_layer_has_a_row_stride(self):
         blocks = np.zeros((5, 7, 2, 4, 3, 8), np.float16)
         layout = "block kv token head dim"
         apart = CacheDesc.from_tensors([blocks[:, index] for index in range(7)], layout)
@@ -154,12 +154,12 @@ class TestGaps:
         with refused("LLM_PARAM_INVALID", "keys and values lie 200 bytes apart and have 192: give"):
             CacheDesc.from_tensors([halves], layout)
 
-    def test_some_heads(self):
+    def test_a_view_of_some_heads_is_refused(self):
         heads = np.zeros((5, 4, 5, 8), np.float16)[:, :, :3]
         with refused("LLM_PARAM_INVALID", "tokens lie 80 bytes apart and have 48: give the tensor"):
             CacheDesc.from_tensors([heads], NHD)
 
-    def test_every_other_element(self):
+    def test_a_view_of_every_other_element_is_refused(self):
         with refused("LLM_PARAM_INVALID", "its elements lie 8 bytes apart and have 4"):
             CacheDesc.from_tensors([np.zeros((5, 4, 3, 16), np.float32)[..., ::2]], NHD)
 
@@ -176,7 +176,7 @@ class TestGaps:
             (array()[::-1], "its blocks run backwards; give"),
         ],
     )
-    def test_what_shares_memory_or_runs_backwards(self, given, what):
+    def test_shared_or_reversed_memory_is_refused(self, given, what):
         with refused("LLM_PARAM_INVALID", what):
             CacheDesc.from_tensors([given], NHD)
 
@@ -187,7 +187,7 @@ class TestGaps:
 
 
 class TestUnlikeTensors:
-    def test_another_shape(self):
+    def test_another_shape_is_refused(self):
         with refused(
             "LLM_PARAM_INVALID",
             r"tensors\[2\] is float32 of shape \(5, 4, 3, 9\), and tensors\[0\] is float32 of "
@@ -195,11 +195,11 @@ class TestUnlikeTensors:
         ):
             CacheDesc.from_tensors([array(), array(), np.zeros((5, 4, 3, 9), np.float32)], NHD)
 
-    def test_another_type(self):
+    def test_another_type_is_refused(self):
         with refused("LLM_PARAM_INVALID", r"tensors\[1\] is int16 .* tensors\[0\] is float16"):
             CacheDesc.from_tensors([array(np.float16), array(np.int16)], NHD)
 
-    def test_another_order_in_memory(self):
+    def test_another_order_in_memory_is_refused(self):
         turned = np.zeros((5, 3, 4, 8), np.float32).transpose(0, 2, 1, 3)
         with refused("LLM_PARAM_INVALID", r"tensors\[1\] .* order of their dimensions"):
             CacheDesc.from_tensors([array(), turned], NHD)
@@ -216,19 +216,19 @@ class TestUnlikeTensors:
         ([array().transpose(0, 2, 1, 3)], None, "which needs a layout"),
     ],
 )
-def test_what_is_no_cache_is_refused(tensors, layout, message):
+def test_tensors_that_do_not_make_a_cache_are_refused(tensors, layout, message):
     with refused("LLM_PARAM_INVALID", message):
         CacheDesc.from_tensors(tensors, layout)
 
 
 @pytest.mark.parametrize("tensors", [array(), b"abc", None, TorchTensor(array())])
-def test_one_tensor_is_no_list(tensors):
+def test_a_single_tensor_instead_of_a_list_is_refused(tensors):
     with pytest.raises(TypeError, match="tensors must be a list of tensors"):
         CacheDesc.from_tensors(tensors, NHD)
 
 
 @pytest.mark.parametrize("wrong", [None, 7, "text", np.zeros(SHAPE, object)])
-def test_what_is_no_tensor_is_refused(wrong):
+def test_a_value_that_is_not_a_tensor_is_refused(wrong):
     with pytest.raises(TypeError, match=r"tensors\[1\]"):
         CacheDesc.from_tensors([array(), wrong], NHD)
 

@@ -60,7 +60,7 @@ def test_an_origin_names_its_group() -> None:
         PLAN.origin(14)
 
 
-def test_explain_says_each_group_below_its_name() -> None:
+def test_explain_shows_each_group_below_its_name() -> None:
     lines = PLAN.explain().splitlines()
     assert lines[0] == f"pull_groups  B2B   3 parts   plan {PLAN.fingerprint[:6]}"
     assert lines[1] == "  14 descriptors | 268.6 KiB"
@@ -110,7 +110,7 @@ def test_a_plan_of_groups_goes_through_json() -> None:
         Plan.from_dict(document)
 
 
-def test_a_plan_of_groups_does_not_change() -> None:
+def test_a_plan_of_groups_is_frozen() -> None:
     with pytest.raises(AttributeError):
         PLAN.parts = ()
     with pytest.raises(AttributeError):
@@ -131,7 +131,7 @@ def test_a_plan_of_groups_does_not_change() -> None:
         ),
     ],
 )
-def test_what_is_no_transfer_of_groups_is_refused(groups: dict[str, Any], message: str) -> None:
+def test_a_wrong_mapping_of_groups_is_refused(groups: dict[str, Any], message: str) -> None:
     with refused(INVALID, message):
         joined(groups)
 
@@ -141,7 +141,7 @@ def test_other_types_are_refused() -> None:
         Plan([PLAN.parts[0], PLAN])  # type: ignore[list-item]
 
 
-def test_of_several_parts_there_is_no_only_one() -> None:
+def test_a_plan_of_several_parts_has_no_single_part() -> None:
     with refused(INVALID, r"has 3 parts: \['latent', 'indexer', 'state'\]; take one of plan.parts"):
         _ = PLAN.part
     with refused(INVALID, r"parts\[1\] repeats the label 'latent' of an earlier one"):
@@ -162,7 +162,7 @@ def transfers(draw: st.DrawFn) -> Drawn:
 
 
 @given(st.lists(transfers(), min_size=1, max_size=4))
-def test_groups_of_any_caches_move_what_each_would(drawn: list[Drawn]) -> None:
+def test_groups_move_the_same_bytes_as_each_group_alone(drawn: list[Drawn]) -> None:
     plan = joined(
         {
             f"group {i}": kvplan.plan(

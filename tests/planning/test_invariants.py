@@ -1,4 +1,4 @@
-"""Contract 1, for random transfers of every operation: what a plan promises whatever is asked."""
+"""Contract 1: the invariants of a plan, for random transfers of every operation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def assert_same(actual: Tensors, expected: Tensors) -> None:
 
 
 @given(transfers(), coalescings)
-def test_execution_is_what_the_specification_says(example: Example, how: Coalesce) -> None:
+def test_execution_follows_the_specification(example: Example, how: Coalesce) -> None:
     expected = example.apply(*example.memory())
     assert_same(written_by(example.plan(how), example), expected)
 
@@ -52,7 +52,7 @@ def test_every_byte_is_in_bounds_and_written_once(example: Example, how: Coalesc
 
 
 @given(transfers(), coalescings)
-def test_it_copies_as_many_bytes_as_were_asked_for(example: Example, how: Coalesce) -> None:
+def test_a_plan_copies_as_many_bytes_as_requested(example: Example, how: Coalesce) -> None:
     plan = example.plan(how)
     assert plan.nbytes == example.nbytes
     assert plan.part.num_slices == len(example.moves)
@@ -77,7 +77,7 @@ def test_coalescing_changes_segments_but_no_byte(example: Example) -> None:
 
 
 @given(transfers())
-def test_no_two_segments_are_left_that_could_merge_when_neighbours(example: Example) -> None:
+def test_coalescing_leaves_no_neighbours_that_could_merge(example: Example) -> None:
     for how in (Coalesce.CALLER_ORDER, Coalesce.SORTED):
         segments = list(example.plan(how).part.segments)
         for (src, dst, nbytes), (next_src, next_dst, _) in pairwise(segments):
@@ -85,7 +85,7 @@ def test_no_two_segments_are_left_that_could_merge_when_neighbours(example: Exam
 
 
 @given(transfers())
-def test_sorted_segments_depend_on_what_is_copied_not_on_its_order(example: Example) -> None:
+def test_sorted_segments_do_not_depend_on_the_order_of_the_request(example: Example) -> None:
     segments = list(example.plan(Coalesce.SORTED).part.segments)
     assert segments == sorted(segments)
 
@@ -102,7 +102,9 @@ def test_json_gives_the_same_plan_back(example: Example, how: Coalesce) -> None:
 
 
 @given(transfers(), st.data())
-def test_pieces_by_layer_copy_what_the_whole_does(example: Example, data: st.DataObject) -> None:
+def test_slices_by_layer_copy_the_same_bytes_as_the_plan(
+    example: Example, data: st.DataObject
+) -> None:
     plan = example.plan()
     layers = plan.part.src_layers
     cut = data.draw(st.integers(layers.start, layers.stop))
@@ -145,7 +147,7 @@ def test_descriptors_run_one_by_one_by_their_origin(example: Example, how: Coale
         src_offset, dst_offset, nbytes = segments[index % len(segments)]
         assert origin.src_tensor // plan.part.tensors_per_layer == origin.src_layer
         assert origin.dst_tensor // plan.part.tensors_per_layer == origin.dst_layer
-        # The rows are exactly those that hold the segment's bytes.
+        # The rows are exactly those that hold the bytes of the segment.
         for first, last, offset, stride in (
             (*origin.src_rows, src_offset, example.src.stride),
             (*origin.dst_rows, dst_offset, example.dst.stride),
@@ -161,7 +163,7 @@ def test_descriptors_run_one_by_one_by_their_origin(example: Example, how: Coale
 
 
 @given(transfers(), coalescings)
-def test_columns_are_what_lowering_relies_on(example: Example, how: Coalesce) -> None:
+def test_columns_have_the_form_that_lowering_needs(example: Example, how: Coalesce) -> None:
     segments = example.plan(how).part.segments
     for column in (segments.src_offsets, segments.dst_offsets, segments.nbytes):
         assert column.dtype == np.dtype(np.uint64)
@@ -181,11 +183,11 @@ def test_every_plan_can_be_read(example: Example, how: Coalesce) -> None:
     tree = plan.explain(limit=None)
     (first, *_), *_ = pairs = plan.part.layer(0).tensors
     assert f"-- tensor {first} -> {pairs[0][1]} " in tree
-    if len(pairs) > 2:  # the others together
+    if len(pairs) > 2:  # the others in a single comparison
         (src, dst), (src_end, dst_end) = pairs[1], pairs[-1]
         assert f"-- tensors {src}..{src_end} -> {dst}..{dst_end}   same " in tree
     elif len(pairs) == 2:
         assert "-- tensor {} -> {}   same ".format(*pairs[1]) in tree
-    # The other layers are like the first, and stand on one line.
+    # The other layers equal the first, and share its line.
     assert ("`-- layer" in tree.splitlines()[-1]) is (len(plan.part.layers) > 1)
     assert plan.diff(plan).splitlines()[-1] == "  verdict: identical"

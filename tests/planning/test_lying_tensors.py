@@ -1,4 +1,4 @@
-"""Objects that say what no tensor can be: refused by name, and never read beyond what they say."""
+"""Objects with impossible metadata of tensors: refused by name, and never read out of bounds."""
 
 import ctypes
 
@@ -13,7 +13,7 @@ ARRAY = np.zeros((4, 8), np.float16)
 
 
 class ChangedDLPack(DLPackTensor):
-    """A DLPack tensor with fields of its DLTensor set to something else."""
+    """A DLPack tensor with other fields in its DLTensor."""
 
     def __init__(self, **fields):
         super().__init__(ARRAY)
@@ -25,27 +25,27 @@ class ChangedDLPack(DLPackTensor):
 
 
 class ChangedTorch(TorchTensor):
-    """A torch tensor whose methods say something else; what is given is called or returned."""
+    """A torch tensor whose methods return given values, or raise given errors."""
 
-    def __init__(self, **said):
+    def __init__(self, **results):
         super().__init__(ARRAY)
-        self.said = said
-        self.shape = said.get("shape", self.shape)
+        self.results = results
+        self.shape = results.get("shape", self.shape)
 
-    def _say(self, name, truth):
-        said = self.said.get(name, truth)
-        if isinstance(said, Exception):
-            raise said
-        return said
+    def _result(self, name, truth):
+        results = self.results.get(name, truth)
+        if isinstance(results, Exception):
+            raise results
+        return results
 
     def data_ptr(self):
-        return self._say("data_ptr", super().data_ptr())
+        return self._result("data_ptr", super().data_ptr())
 
     def stride(self):
-        return self._say("stride", super().stride())
+        return self._result("stride", super().stride())
 
     def element_size(self):
-        return self._say("element_size", super().element_size())
+        return self._result("element_size", super().element_size())
 
 
 NO_SHAPE = ctypes.POINTER(ctypes.c_int64)()
@@ -62,12 +62,12 @@ NO_SHAPE = ctypes.POINTER(ctypes.c_int64)()
         ({"bits": 255}, "which is not a DataType"),
     ],
 )
-def test_a_capsule_that_cannot_be_is_refused(fields, message):
+def test_an_impossible_capsule_is_refused(fields, message):
     with refused("LLM_PARAM_INVALID", rf"tensors\[0\] .*{message}"):
         CacheDesc.from_tensors([ChangedDLPack(**fields)], None)
 
 
-def test_a_capsule_that_another_has_taken_is_refused():
+def test_a_consumed_capsule_is_refused():
     capsule = ARRAY.__dlpack__()
 
     class Once:
@@ -75,10 +75,10 @@ def test_a_capsule_that_another_has_taken_is_refused():
             return capsule
 
     CacheDesc.from_tensors([Once()], None)
-    CacheDesc.from_tensors([Once()], None)  # its capsule is looked at, and not consumed
+    CacheDesc.from_tensors([Once()], None)  # checks the capsule without consuming it
     rename = ctypes.pythonapi.PyCapsule_SetName
     rename.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    rename(capsule, b"used_dltensor")  # as whoever consumes it does, who frees it, too
+    rename(capsule, b"used_dltensor")  # the mark of a consumer, which also frees the tensor
     try:
         with refused("LLM_PARAM_INVALID", "which is not a DLPack capsule"):
             CacheDesc.from_tensors([Once()], None)
@@ -87,7 +87,7 @@ def test_a_capsule_that_another_has_taken_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("results", "message"),
     [
         ({"stride": (8,)}, "which is not valid"),
         ({"data_ptr": -5}, "which is not valid"),
@@ -100,9 +100,9 @@ def test_a_capsule_that_another_has_taken_is_refused():
         ({"element_size": 4}, "which is not a DataType"),
     ],
 )
-def test_a_torch_tensor_that_cannot_be_is_refused(said, message):
+def test_an_impossible_torch_tensor_is_refused(results, message):
     with refused("LLM_PARAM_INVALID", rf"tensors\[0\].*{message}"):
-        CacheDesc.from_tensors([ChangedTorch(**said)], None)
+        CacheDesc.from_tensors([ChangedTorch(**results)], None)
 
 
 @pytest.mark.parametrize(

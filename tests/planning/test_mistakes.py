@@ -1,4 +1,4 @@
-"""What callers write by mistake, or from another library: taken, or refused with what to give."""
+"""Mistakes of callers, and values of other libraries: accepted, or refused with the remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvplan.planning.blocks import pair_tables
 
 
 class Tensor:
-    """What torch's tensors have: no Sequence, and each element a tensor."""
+    """The methods of a torch tensor: not a Sequence, and each element is a tensor."""
 
     def __init__(self, values: Any, device: str = "cpu") -> None:
         self._values = np.asarray(values)
@@ -87,8 +87,8 @@ TAKEN: dict[str, Made] = {
 
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_stands_for_an_int_is_taken_as_one(name: str, number: Any) -> None:
-    """Nothing of NumPy or of a tensor stays in the value."""
+def test_an_index_of_another_type_is_accepted_as_an_int(name: str, number: Any) -> None:
+    """The value keeps no object of NumPy or of a tensor library."""
     made, wanted = TAKEN[name](number), TAKEN[name](int)
     assert made == wanted
     assert repr(made) == repr(wanted)
@@ -96,12 +96,37 @@ def test_what_stands_for_an_int_is_taken_as_one(name: str, number: Any) -> None:
         assert made.to_dict() == wanted.to_dict()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("wrong", [1.0, True, "1", None, np.float64(1), np.True_])
-def test_what_stands_for_no_int_is_refused(wrong: Any) -> None:
+SLOT, BLOCK = Rows(NHD, slot=1), Rows(NHD, [2])
+# Each transfer has one number, so that only this number can be the reason of an error.
+ALONE: dict[str, tuple[Callable[[Any], Transfer], bool]] = {
+    "src.first_token": (lambda n: Transfer(Rows(NHD, [1], first_token=n), BLOCK), False),
+    "dst.first_token": (lambda n: Transfer(BLOCK, Rows(NHD, [1], first_token=n)), False),
+    "src.offset": (lambda n: Transfer(Rows(NHD, offset=n), SLOT, num_tokens=5), False),
+    "dst.offset": (lambda n: Transfer(SLOT, Rows(NHD, offset=n), num_tokens=5), False),
+    "nbytes": (lambda n: Transfer(SLOT, SLOT, nbytes=n), True),
+    "num_tokens": (lambda n: Transfer(BLOCK, BLOCK, num_tokens=n), True),
+    "src.slot": (lambda n: Transfer(Rows(NHD, slot=n), BLOCK), True),
+    "dst.slot": (lambda n: Transfer(SLOT, Rows(NHD, slot=n)), True),
+    "rank": (lambda n: Transfer([BLOCK], BLOCK, rank=n), True),
+}
+
+
+@pytest.mark.parametrize("wrong", [1.0, 0.0, True, False, "1", None, np.float64(1), np.True_])
+def test_a_value_that_is_not_an_index_is_refused(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"cluster_id=.* must be int"):
         CacheKey(wrong)
-    with pytest.raises(TypeError, match=r"src.first_token=.* must be int"):
-        kvplan.plan(Transfer(Rows(NHD, [1], first_token=wrong), Rows(NHD, [2])), local="dst")
+    for name, (made, may_lack) in ALONE.items():
+        if wrong is None and may_lack:
+            continue
+        with pytest.raises(TypeError, match=rf"{name}=.* must be int"):
+            kvplan.plan(made(wrong), local="dst")
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**63])
+@pytest.mark.parametrize("name", ["src.first_token", "dst.first_token", "num_tokens", "rank"])
+def test_a_number_out_of_its_type_is_refused_with_its_name(name: str, wrong: int) -> None:
+    with pytest.raises(ValueError, match=f"^{name}={wrong} is out of range"):
+        kvplan.plan(ALONE[name][0](wrong), local="dst")
 
 
 MAPPINGS = [
@@ -160,13 +185,13 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_mistake_is_refused_with_what_to_give(name: str) -> None:
+def test_a_mistake_is_refused_with_the_remedy(name: str) -> None:
     call, text = REFUSED[name]
     with pytest.raises(TypeError, match=text):
         call()
 
 
-def test_a_status_is_said_once() -> None:
+def test_an_error_names_its_status_once() -> None:
     first = LLMException("it is late", status_code=LLMStatusCode.LLM_TIMEOUT)
     again = LLMException(f"pull: {first}", status_code=LLMStatusCode.LLM_TIMEOUT)
     assert str(again) == "pull: it is late (LLM_TIMEOUT)"

@@ -1,4 +1,4 @@
-"""`kvplan.plan` itself: what a `Transfer` may say, which side is whose, several caches as one."""
+"""`kvplan.plan`: the fields of a `Transfer`, the local side, and several caches in one transfer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ELSEWHERE = RemoteCache(BlocksCacheKey(2, 5), DESC)
 
 @pytest.mark.parametrize("value", [Rows, Transfer])
 def test_a_signature_names_every_field(value: type) -> None:
-    """As `help` shows it, which looks up the names of all annotations."""
+    """`help` looks up the names of all annotations."""
     assert [*inspect.signature(value).parameters] == [*value.__struct_fields__]  # type: ignore[attr-defined]
 
 
@@ -80,7 +80,7 @@ def half(heads: range, layers: range = range(2)) -> CacheDesc:
 
 @given(st.permutations([range(1), range(1, 2), range(2, 4)]), st.booleans())
 def test_a_gather_among_groups_is_named_by_both(heads: list[range], alone: bool) -> None:
-    """Its parts write each byte of the destination once, whatever the order of the sources."""
+    """The parts write each byte of the destination once, in any order of the sources."""
     gather = Transfer(
         [Rows(half(of), [number]) for number, of in enumerate(heads)], Rows(half(range(4)), [3])
     )
@@ -122,13 +122,13 @@ LOCAL: dict[str, tuple[Any, Any, str, str]] = {
 
 @pytest.mark.parametrize("name", LOCAL)
 @pytest.mark.parametrize("local", [None, *LOCALS])
-def test_the_side_that_is_local_is_the_one_that_is_not_remote(name: str, local: Any) -> None:
+def test_the_local_side_is_the_one_that_is_not_remote(name: str, local: Any) -> None:
     src, dst, found, operation = LOCAL[name]
     transfer = Transfer(Rows(src, [0]), Rows(dst, [1]))
     if local in (None, found):
         plan = kvplan.plan(transfer, local=local)
         assert (plan.operation, plan.local) == (operation, found)
-    elif found == "both":  # two descriptions: a program says whose they are
+    elif found == "both":  # from two descriptions alone, the local side cannot be known
         assert kvplan.plan(transfer, local=local).local == local
     else:
         remote = "src" if src is THERE else "dst"
@@ -205,7 +205,7 @@ TO_A_SLOT = Transfer(Rows(SLOTS), Rows(SLOTS, slot=1))
         ),
     ],
 )
-def test_what_the_rows_do_not_have_is_refused(
+def test_fields_of_another_kind_of_transfer_are_refused(
     transfer: Transfer, changes: dict[str, Any], error: str
 ) -> None:
     wrong = msgspec.structs.replace(transfer, **changes)
@@ -225,7 +225,7 @@ def test_what_the_rows_do_not_have_is_refused(
         ({"a": Transfer(Rows(THERE, [0]), Rows(DESC, [1])), "b": TO_BLOCKS}, "one direction"),
     ],
 )
-def test_a_mapping_that_names_no_one_transfer_is_refused(given: Any, error: str) -> None:
+def test_a_wrong_mapping_is_refused(given: Any, error: str) -> None:
     with refused("LLM_PARAM_INVALID", error):
         kvplan.plan(given)
 
@@ -234,7 +234,7 @@ def test_a_mapping_that_names_no_one_transfer_is_refused(given: Any, error: str)
     "given",
     [None, DESC, [TO_BLOCKS], {"a": Rows(DESC, [0])}, {"a": {"b": TO_BLOCKS}}, {1: TO_BLOCKS}],
 )
-def test_what_is_no_transfer_is_refused(given: Any) -> None:
+def test_a_value_that_is_not_a_transfer_is_refused(given: Any) -> None:
     with pytest.raises(TypeError):
         kvplan.plan(given)
 
@@ -249,13 +249,13 @@ def test_what_is_no_transfer_is_refused(given: Any) -> None:
         (Transfer([Rows("x", [0])], Rows(DESC, [0])), r"src\[0\]='x' must be"),  # type: ignore[arg-type]
     ],
 )
-def test_what_is_no_rows_is_named(transfer: Transfer, error: str) -> None:
+def test_a_value_that_is_not_rows_is_named(transfer: Transfer, error: str) -> None:
     with pytest.raises(TypeError, match=error):
         kvplan.plan(transfer)
 
 
 def is_order_free(src: Rows, dst: Rows, tensors: list[tuple[int, int]], moved: int) -> bool:
-    """Whether a copy inside one cache gives the same in any order, element by element."""
+    """Return True if a copy inside one cache has the same result in any order of elements."""
     copies = []
     for src_tensor, dst_tensor in tensors:
         for number in range(moved):
@@ -294,7 +294,7 @@ def test_a_copy_inside_one_cache_is_refused_if_its_order_matters_and_only_then(
     written = written[: -(-(dst_token + moved) // TOKENS)]
     src = Rows(cache[0], read, first_token=src_token)
     dst = Rows(cache[1], written, first_token=dst_token)
-    count = data.draw(st.integers(1, TENSORS - abs(shift)))  # also ranges of layers that only touch
+    count = data.draw(st.integers(1, TENSORS - abs(shift)))  # also ranges that only touch
     first, to = max(-shift, 0), max(shift, 0)  # to later layers, or to earlier ones
     layers = KvCacheExtParam(range(first, first + count), range(to, to + count), 1)
     pairs = [(first + index, to + index) for index in range(count)]
@@ -306,7 +306,7 @@ def test_a_copy_inside_one_cache_is_refused_if_its_order_matters_and_only_then(
     else:
         with refused("LLM_PARAM_INVALID", "is both read and written by this copy inside one cache"):
             kvplan.plan(transfer)
-    # As a pull, or to a cache of another id, nothing is one.
+    # A pull, or a copy to a cache with another id, is accepted.
     assert kvplan.plan(transfer, local="dst").nbytes
     other = msgspec.structs.replace(
         transfer, dst=msgspec.structs.replace(dst, cache=Cache(DESC, 4))
@@ -315,7 +315,7 @@ def test_a_copy_inside_one_cache_is_refused_if_its_order_matters_and_only_then(
 
 
 @given(st.integers(0, 7), st.integers(0, 7), st.integers(1, 8), st.integers(0, ROWS - 1))
-def test_a_slot_is_not_copied_over_what_is_read_of_it(
+def test_a_slot_is_not_copied_over_bytes_that_are_read(
     at: int, to: int, nbytes: int, slot: int
 ) -> None:
     nbytes = min(nbytes, 8 - at, 8 - to)

@@ -1,4 +1,4 @@
-"""The JSON schema of plans, kvplan/planning/plan.schema.json: it and `load_plan` say the same."""
+"""The JSON schema of plans, kvplan/planning/plan.schema.json, agrees with `load_plan`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "integer
 
 
 def problems(value: Any, schema: dict[str, Any], place: str = "$") -> Iterator[str]:
-    """What is wrong with a value, by the keywords of JSON Schema that ours uses."""
+    """Yield the errors in a value, by the keywords of JSON Schema that the schema uses."""
     unknown = schema.keys() - KEYWORDS
     assert not unknown, unknown
     if "$ref" in schema:
@@ -90,7 +90,7 @@ KEYWORDS = {
 
 
 def plans() -> Iterator[Plan]:
-    """Plans that use all that the format has."""
+    """Return plans that use every part of the format."""
     fp16, nhd = DataType.DT_FLOAT16, "block token head dim"
     plain = CacheDesc(2, (8, 16, 2, 8), fp16, kv_tensor_format=nhd)
     yield kvplan.plan(Transfer(Rows(plain, [1, 2, 5]), Rows(plain, [3, 4, 0])), local="dst")
@@ -120,12 +120,12 @@ DOCUMENTS = [json.loads(json.dumps(plan.to_dict())) for plan in plans()]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=range(len(DOCUMENTS)))
-def test_every_plan_is_as_the_schema_says(document: dict[str, Any]) -> None:
+def test_every_plan_conforms_to_the_schema(document: dict[str, Any]) -> None:
     assert [*problems(document, SCHEMA)] == []
     assert Plan.from_dict(document).to_dict() == document
 
 
-def test_it_has_the_fields_and_the_values_of_the_code() -> None:
+def test_the_schema_has_the_fields_and_the_values_of_the_code() -> None:
     def names(name: str) -> set[str]:
         assert DEFS[name]["required"] == [*DEFS[name]["properties"]]
         assert DEFS[name]["additionalProperties"] is False
@@ -149,7 +149,7 @@ def test_it_has_the_fields_and_the_values_of_the_code() -> None:
     assert values("side", "data_type") == {*DataType.__members__}
 
 
-def test_the_executor_of_the_document_does_what_the_reference_does() -> None:
+def test_the_executor_of_the_document_agrees_with_the_reference() -> None:
     page = (ROOT / "docs/reference/plan-format.md").read_text()
     source = page[page.index(">>> from math import prod") : page.index(">>> prefill, decode =")]
     names: dict[str, Any] = {}
@@ -169,7 +169,7 @@ def test_the_executor_of_the_document_does_what_the_reference_does() -> None:
 
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """The paths of all values in a document, of lists of the first."""
+    """Yield the paths of all values in a document; of lists, only those in the first element."""
     yield path
     items = value.items() if isinstance(value, dict) else []
     items = enumerate(value[:1]) if isinstance(value, list) else items
@@ -193,7 +193,7 @@ WRONG = (None, -1, 1.5, 2**64, "wrong", True, [], {}, {"surplus": 1}, [[]], KeyE
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=range(len(DOCUMENTS)))
-def test_what_the_schema_refuses_is_not_read_either(document: dict[str, Any]) -> None:
+def test_documents_that_the_schema_refuses_are_not_loaded(document: dict[str, Any]) -> None:
     refused = 0
     for path in places(document):
         for value in WRONG if path else ():

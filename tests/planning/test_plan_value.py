@@ -1,4 +1,4 @@
-"""A plan is a value: equal, hashable, frozen, copied like one; its size is what it says."""
+"""A plan is a value: equal, hashable, frozen and copied like one, with its declared size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from kvplan import (
 )
 from kvplan.layout import CacheLayout, Shard
 from kvplan.planning import Segments
-from kvplan.planning.ranges import RangePart, RangePlan, Ranges
 from tests.planning.transfers import Example, transfers
 
 DESC = CacheDesc(8, (16, 3), DataType.DT_FLOAT16)
@@ -46,7 +45,7 @@ def make(src: Any = DESC, dst: Any = DESC, **kwargs: Any) -> Plan:
 
 PLAN = make()
 FINGERPRINT = "fa75249a7641b74000d768528c5f38474d28208e19757399592fa5f70b006bc4"
-"""Of PLAN, by every process on every machine. Changed only together with SCHEMA_VERSION."""
+"""Fingerprint of PLAN in every process on every machine; it changes only with SCHEMA_VERSION."""
 
 
 def test_the_fingerprint_is_the_same_everywhere() -> None:
@@ -148,8 +147,8 @@ def test_another_label_makes_another_plan() -> None:
     assert all(plan.part == part for plan in plans)
 
 
-def test_tables_say_which_tokens_but_copy_nothing() -> None:
-    """The same pairs of blocks in another order are the same plan, of another request."""
+def test_the_order_of_block_tables_does_not_change_the_plan() -> None:
+    """The same pairs of blocks in another order are an equal plan of another request."""
     other = kvplan.plan(
         Transfer(
             Rows(DESC, [9, 5, 4]),
@@ -173,13 +172,13 @@ def test_plans_are_equal_exactly_if_their_fingerprints_are(a: Example, b: Exampl
             assert (one == other) == (one.fingerprint == other.fingerprint)
             if one == other:
                 assert hash(one) == hash(other)
-                # Not compared: names of caches, and the order of the request.
+                # Equality ignores names of caches, and the order of the request.
                 names = {"src": 0, "dst": 0, "tables": 0}
                 ((a_part,), (b_part,)) = one.to_dict()["parts"], other.to_dict()["parts"]
                 assert a_part | names == b_part | names
 
 
-def test_a_plan_is_equal_to_no_other_type() -> None:
+def test_a_plan_differs_from_values_of_other_types() -> None:
     for other in (PLAN.to_dict(), PLAN.fingerprint, hash(PLAN)):
         assert other != PLAN
     assert PLAN != None  # noqa: E711
@@ -193,7 +192,7 @@ def test_names_of_caches_do_not_matter() -> None:
     assert Plan.from_dict(named.to_dict()).part.dst.name == "cache 7"
 
 
-def test_a_plan_is_a_key() -> None:
+def test_a_plan_is_a_key_of_a_dict() -> None:
     cache = {make(): "first"}
     assert cache[make()] == "first"
     assert make(coalesce=Coalesce.NONE) not in cache
@@ -225,7 +224,7 @@ def test_copies_are_equal_and_frozen(duplicate: Any, touched: bool) -> None:
 
 
 @pytest.mark.parametrize("name", [*(field.name for field in dataclasses.fields(Part)), "new"])
-def test_nothing_can_be_assigned(name: str) -> None:
+def test_no_attribute_can_be_assigned(name: str) -> None:
     for value in (make(), make().part):
         with pytest.raises(AttributeError):
             setattr(value, name, 1)
@@ -234,8 +233,8 @@ def test_nothing_can_be_assigned(name: str) -> None:
 
 
 @pytest.mark.parametrize("how", Coalesce)
-def test_a_planned_plan_is_the_one_made_by_hand(how: Coalesce) -> None:
-    """The planner makes plans past the constructor, and a single segment past its checks."""
+def test_a_planned_plan_equals_one_made_by_hand(how: Coalesce) -> None:
+    """The planner bypasses the constructor, and for a single segment also its checks."""
     slot, block = (
         kvplan.plan(Transfer(Rows(DESC), Rows(DESC), nbytes=5, coalesce=how), local="dst"),
         single(how),
@@ -246,10 +245,10 @@ def test_a_planned_plan_is_the_one_made_by_hand(how: Coalesce) -> None:
         part = plan.part
         again = dataclasses.replace(part, segments=Segments(*columns_of(plan)))
         assert again == part
-        computed = again.nbytes, again.nbytes_per_tensor  # what the planner knows without
+        computed = again.nbytes, again.nbytes_per_tensor  # the planner sets both without segments
         assert computed == (part.nbytes, part.nbytes_per_tensor)
-        own = {"name", "source"}  # which the planner leaves to the class
-        assert vars(again).keys() - own == vars(part).keys() - {"by_rows"}  # of its own segments
+        own = {"name", "source"}  # fields that the planner leaves to the class
+        assert vars(again).keys() - own == vars(part).keys() - {"by_rows"}  # set by the planner
         assert not again.by_rows
         for side in (part.src, part.dst):
             assert repr(side) == repr(dataclasses.replace(side))
@@ -315,7 +314,9 @@ class TestSegments:
             ([1, 2], ValueError),
         ],
     )
-    def test_what_a_cast_would_bend_is_refused(self, column: Any, error: type[Exception]) -> None:
+    def test_values_that_a_cast_would_change_are_refused(
+        self, column: Any, error: type[Exception]
+    ) -> None:
         for position in range(3):
             columns = [[1], [1], [1]]
             columns[position] = column
@@ -326,8 +327,8 @@ class TestSegments:
         assert repr(PLAN.part.segments) == "<Segments 2: 18 bytes>"
 
 
-def test_equal_sort_keys_are_ordered_too() -> None:
-    """One source block for many destinations: the segments do not depend on the sort's whims."""
+def test_segments_with_equal_sort_keys_have_one_order() -> None:
+    """Many segments share one source block, and all sort algorithms must give the same result."""
     rng = np.random.default_rng(0)
     dst = rng.permutation(4096)
     src = rng.integers(0, 64, 4096)
@@ -344,7 +345,7 @@ def test_equal_sort_keys_are_ordered_too() -> None:
 
 @pytest.mark.parametrize("edge", [2**31, 2**32, 2**62])
 @pytest.mark.parametrize("side", ["src", "dst"])
-def test_block_indices_of_more_than_31_bits_are_sorted_as_they_are(edge: int, side: str) -> None:
+def test_block_indices_of_more_than_31_bits_are_sorted(edge: int, side: str) -> None:
     few, many = (CacheDesc(1, (count, 1), DataType.DT_INT8) for count in (8, edge + 8))
     small, large = [6, 2, 4, 0], [edge, 3, edge - 2, 1]
     src, dst = Rows(many, large), Rows(few, small)
@@ -373,12 +374,12 @@ REPEATS = ([2, 3], 16, 32), ([1, 2], 4, 8)
 
 
 class TestRepeats:
-    """Of tables in which one thing differs: a column's entry, a count, or a stride."""
+    """Tables that differ in one thing: an entry of a column, a count, or a stride."""
 
     @pytest.mark.parametrize(
         ("level", "place"), [(level, place) for level in (-1, 0, 1) for place in range(3)]
     )
-    def test_whatever_differs_makes_another_table(self, level: int, place: int) -> None:
+    def test_any_difference_makes_another_table(self, level: int, place: int) -> None:
         table = Segments(*COLUMNS, REPEATS)
         columns, repeats = copy.deepcopy([*COLUMNS]), [[*repeat] for repeat in REPEATS]
         changed = columns if level < 0 else repeats[level]
@@ -395,7 +396,7 @@ class TestRepeats:
         ]
         assert pickle.loads(pickle.dumps(other)) == other
 
-    def test_levels_are_not_exchanged(self) -> None:
+    def test_the_order_of_levels_matters(self) -> None:
         table, other = Segments(*COLUMNS, REPEATS), Segments(*COLUMNS, REPEATS[::-1])
         assert table != other
         assert [*table.expanded()] != [*other.expanded()]
@@ -416,7 +417,7 @@ class TestGrowth:
         size = len(pickle.dumps(many)) - len(pickle.dumps(few))
         assert size == pytest.approx(16 * 10_000, abs=64)
 
-    def test_layers_are_free(self) -> None:
+    def test_more_layers_do_not_enlarge_a_plan(self) -> None:
         assert abs(size_of(planned(1_000, 100)) - size_of(planned(1, 100))) < 64
         assert planned(1_000, 100).num_descriptors == 200_000
 
@@ -435,7 +436,7 @@ class TestGrowth:
             finally:
                 tracemalloc.stop()
 
-        # The least of several: the first fills caches, and other threads of the process allocate.
+        # The smallest of several: the first call fills caches, and other threads allocate, too.
         assert min(peak() for _ in range(5)) < 20 * 8 * num_blocks + 100_000
 
     def test_reading_one_descriptor_of_four_trillion(self) -> None:
@@ -452,13 +453,3 @@ class TestGrowth:
             "same blocks"
         )
         assert plan.for_layers(range(5, 6)).num_descriptors == 3_000
-
-
-def test_the_numbers_of_a_plan_of_ranges_are_known_before_its_parts_are_made() -> None:
-    def make() -> list[RangePart]:
-        raise AssertionError("logs and traces of each transfer ask only for numbers")
-
-    columns = (np.array(column, np.uint64) for column in ([64, 96, 128], [0, 32, 64], [4, 4, 4]))
-    plan = RangePlan(Ranges(*columns, pulls=True), 2, 12, make)
-    numbers = plan.num_descriptors, plan.num_tensor_pairs, plan.nbytes
-    assert (numbers, plan.kind, plan.operation) == ((3, 2, 12), "C2C", "pull_ranges")

@@ -1,4 +1,4 @@
-"""The reference executor: what it refuses, always before it has copied a byte."""
+"""The reference executor refuses wrong arrays before it has copied a byte."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_only() -> Any:
     ],
 )
 @pytest.mark.parametrize("side", ["src", "dst"])
-def test_arrays_that_do_not_fit(side: str, bad: list[Any], message: str) -> None:
+def test_arrays_that_do_not_fit_are_refused(side: str, bad: list[Any], message: str) -> None:
     sides = {"src": arrays(1), "dst": arrays(0)} | {side: bad}
     with refused(LLMStatusCode.LLM_PARAM_INVALID, f"{side}.*{message}"):
         reference.execute(PLAN, **sides)
@@ -70,13 +70,13 @@ def test_a_tensor_that_the_plan_does_not_write_may_be_read_only() -> None:
 
 
 @pytest.mark.parametrize("bad", [[1, 2], with_second(b"x" * 64), with_second(None)])
-def test_what_is_no_array(bad: list[Any]) -> None:
+def test_a_value_that_is_not_an_array_is_refused(bad: list[Any]) -> None:
     with pytest.raises(TypeError, match=r"src\[[01]\]="):
         reference.execute(PLAN, bad, arrays())
 
 
 @pytest.mark.parametrize("dtype", ["u1", "f2", "<i4", ">i8", "c16", [("k", "u1"), ("v", "u1")]])
-def test_any_type_of_as_many_bytes_will_do(dtype: Any) -> None:
+def test_any_type_with_the_same_size_is_accepted(dtype: Any) -> None:
     dtype = np.dtype(dtype)
     src = [np.arange(64, dtype=np.uint8).view(dtype) for _ in range(2)]
     dst = arrays()

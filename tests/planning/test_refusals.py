@@ -1,4 +1,4 @@
-"""Every refusal: which exception, which code, and that the argument, value and range are named."""
+"""Every refusal has its exception and code, and names the argument, its value and its range."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvplan import (
 from tests.support.refusals import refused
 
 SLOTS = CacheDesc(4, (3, 16), DataType.DT_INT8)
-"""4 tensors of 3 slots of 16 bytes: 2 layers of 2."""
+"""4 tensors of 3 slots of 16 bytes: 2 layers with 2 tensors each."""
 BLOCKS = CacheDesc(4, (8, 4), DataType.DT_INT8)
 """4 tensors of 8 blocks of 4 bytes."""
 HOST = CacheDesc(4, (5, 4), DataType.DT_INT8, Placement.HOST)
@@ -69,7 +69,8 @@ def remote(key: Any, desc: CacheDesc) -> RemoteCache:
 
 OWN = Cache(BLOCKS, 3)
 INVALID: list[tuple[Callable[[], object], list[str]]] = [
-    # Slots. The reference does not check the source's in remote mode, and copies what lies behind.
+    # Slots. In remote mode the reference does not check the source slot, and copies bytes behind
+    # it.
     (lambda: slots("dst", src_slot=3), ["src.slot=3", "[0, 3)"]),
     (lambda: slots("dst", src_slot=-1), ["src.slot=-1", "[0, 3)"]),
     (lambda: slots("dst", src_slot=HUGE), [f"src.slot={HUGE}", "[0, 3)"]),
@@ -160,7 +161,7 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
         lambda: kvplan.plan(Transfer(Rows(HOST, [0]), Rows(SLOTS, [0]), reinterpret=True)),
         ["src block of 4", "dst block of 16"],
     ),
-    # Layers. A source layer that the cache does not have crashes the reference.
+    # Layers. A source layer beyond the cache crashes the reference.
     (lambda: layers(range(1, 3), range(2)), ["src_layer_range=range(1, 3)", "[0, 2)"]),
     (lambda: layers(range(2), range(1, 3)), ["dst_layer_range=range(1, 3)", "[0, 2)"]),
     (lambda: layers((1, 2), (0, 1)), ["src_layer_range=range(1, 3)", "[0, 2)"]),
@@ -228,7 +229,7 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
         ),
         ["tensor_num_per_layer=256", "[1, 255]"],
     ),
-    # What the key of a remote cache says about it.
+    # Fields of the key of a remote cache.
     (
         lambda: kvplan.plan(
             Transfer(Rows(remote(BlocksCacheKey(1), BLOCKS), []), Rows(BLOCKS, [0])), local="dst"
@@ -275,7 +276,7 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
 
 
 @pytest.mark.parametrize(("call", "parts"), INVALID)
-def test_invalid(call: Callable[[], object], parts: list[str]) -> None:
+def test_an_invalid_value_is_refused(call: Callable[[], object], parts: list[str]) -> None:
     with refused(LLMStatusCode.LLM_PARAM_INVALID) as raised:
         call()
     for part in parts:
@@ -339,14 +340,14 @@ TYPE_ERRORS: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("call", "part"), TYPE_ERRORS)
-def test_wrong_type(call: Callable[[], object], part: str) -> None:
+def test_a_wrong_type_is_refused(call: Callable[[], object], part: str) -> None:
     with pytest.raises(TypeError) as raised:
         call()
     assert part in f" {raised.value}"
 
 
 @pytest.mark.parametrize("index", [-1, 4, HUGE])
-def test_there_is_no_such_descriptor(index: int) -> None:
+def test_a_descriptor_out_of_range_is_refused(index: int) -> None:
     with pytest.raises(LLMException, match=r"descriptor=.* \[0, 4\)"):
         kvplan.plan(Transfer(Rows(SLOTS), Rows(SLOTS)), local="dst").origin(index)
 
@@ -354,7 +355,7 @@ def test_there_is_no_such_descriptor(index: int) -> None:
 @pytest.mark.parametrize(
     "part", [range(3), range(-1, 1), range(2, 3), range(0), range(0, 2, 2), range(HUGE)]
 )
-def test_for_layers_gives_only_layers_of_the_plan(part: range) -> None:
+def test_for_layers_refuses_layers_outside_of_the_plan(part: range) -> None:
     with refused(LLMStatusCode.LLM_PARAM_INVALID, r"layers=range\(.*range\(0, 2\)"):
         kvplan.plan(Transfer(Rows(SLOTS), Rows(SLOTS)), local="dst").for_layers(part)
 
@@ -365,8 +366,8 @@ def test_a_long_value_does_not_fill_the_message() -> None:
     assert len(str(raised.value)) < 300
 
 
-def test_a_name_of_the_key_is_enough_to_distinguish_kinds() -> None:
-    """The C++ interface addresses paged caches by CacheIndex too."""
+def test_block_tables_distinguish_kinds_for_every_type_of_key() -> None:
+    """The C++ interface addresses paged caches by CacheIndex, too."""
     plan = kvplan.plan(
         Transfer(Rows(remote(CacheIndex(1, 7), BLOCKS), [0]), Rows(BLOCKS, [1])), local="dst"
     )
@@ -382,7 +383,7 @@ def test_a_name_of_the_key_is_enough_to_distinguish_kinds() -> None:
     )
 
 
-def test_caches_that_are_described_alike_are_two() -> None:
-    """A block may be read in the one and written in the other."""
+def test_equal_descriptions_are_different_caches() -> None:
+    """A block may be read in one cache and written in another cache with an equal description."""
     plan = kvplan.plan(Transfer(Rows(BLOCKS, [1, 2]), Rows(BLOCKS, [2, 1])))
     assert plan.nbytes == 2 * BLOCKS.num_tensors * BLOCKS.stride

@@ -1,4 +1,4 @@
-"""Documents from outside: a plan comes back whole, or LLM_PARAM_INVALID says what is wrong."""
+"""Documents from outside: a plan is restored whole, or LLM_PARAM_INVALID names the error."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import kvplan
 from kvplan import CacheDesc, Coalesce, DataType, LLMException, LLMStatusCode, Plan, Rows, Transfer
 from kvplan.planning import Segments
+from kvplan.planning.plan import SCHEMA_VERSION
+from kvplan.planning.schema import part_from_dict, part_to_dict
 from tests.planning.transfers import Example, transfers
 from tests.support.refusals import refused
 
@@ -30,7 +32,7 @@ def refusal(document: Any) -> str:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """DOCUMENT with the value at a path such as "src.count" of its part replaced."""
+    """Return DOCUMENT with the value at a path such as "src.count" of its part replaced."""
     document = copy.deepcopy(DOCUMENT)
     *parents, last = path.split(".")
     at = document if last in DOCUMENT else document["parts"][0]
@@ -41,12 +43,12 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 
 def opaque(**changes: Any) -> dict[str, Any]:
-    """A side of DOCUMENT of which only rows are known."""
+    """Return a side of DOCUMENT of which only rows are known."""
     unknown = dict.fromkeys(("data_type", "layout", "label", "shard"))
     return PART["src"] | unknown | {"shape": []} | changes
 
 
-def test_the_document_itself_is_fine() -> None:
+def test_the_document_is_valid() -> None:
     assert json.loads(json.dumps(DOCUMENT)) == DOCUMENT
     assert Plan.from_dict(DOCUMENT).to_dict() == DOCUMENT
     assert DOCUMENT == {"schema_version": 3, "parts": [PART]}
@@ -213,18 +215,18 @@ def test_a_missing_field_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("document", [None, [], "plan", 1, {}, [DOCUMENT], {1: 2}])
-def test_what_is_no_document_at_all(document: Any) -> None:
+def test_other_values_are_refused(document: Any) -> None:
     assert "document" in refusal(document)
 
 
-def test_a_deep_or_long_value_does_not_end_in_the_message() -> None:
+def test_a_deep_or_long_value_is_not_in_the_message() -> None:
     deep: list[Any] = []
     for _ in range(10_000):
         deep = [deep]
     for value in (deep, "x" * 10**6, list(range(10**4)), dict.fromkeys(map(str, range(10**4)))):
         for path in ("src", "operation", "src_tensors", "num_slices", "segments", "src.placement"):
             assert len(refusal(changed(path, value))) < 1000
-    while deep:  # freed level by level: a nest this deep is not freed by recursion everywhere
+    while deep:  # deallocates level by level, because recursion this deep crashes some Pythons
         deep = deep.pop()
 
 
@@ -245,7 +247,7 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_any_json_is_refused_and_nothing_else_happens(document: Any) -> None:
+def test_any_other_json_is_refused(document: Any) -> None:
     refusal(document)
 
 
@@ -278,7 +280,7 @@ def test_a_damaged_document_is_refused_or_is_a_sound_plan(
     except LLMException:
         refusal(document)
         return
-    # What was let in can be read, cut and written like any other plan.
+    # An accepted plan can be read, sliced and written like any other.
     assert plan.to_dict() == document
     assert Plan.from_dict(plan.to_dict()) == plan
     assert plan.explain() != plan.explain("table")
@@ -291,7 +293,7 @@ def test_a_damaged_document_is_refused_or_is_a_sound_plan(
         assert dst + nbytes <= plan.part.dst.tensor_nbytes
 
 
-def test_names_survive_and_ranges_too() -> None:
+def test_names_and_ranges_are_restored() -> None:
     plan = kvplan.plan(
         Transfer(Rows(DESC, offset=1), Rows(DESC), nbytes=3, coalesce=Coalesce.CALLER_ORDER),
         local="dst",
@@ -300,3 +302,14 @@ def test_names_survive_and_ranges_too() -> None:
     assert again.part.src_tensors == plan.part.src_tensors
     assert again.part.coalesce is Coalesce.CALLER_ORDER
     assert again.part.src.name == plan.part.src.name
+
+
+def test_a_single_part_has_the_version_in_its_document() -> None:
+    part = kvplan.plan(Transfer(Rows(DESC, [4, 1]), Rows(DESC, [1, 2])), local="dst").part
+    document = part_to_dict(part)
+    assert part_from_dict(document | {"schema_version": SCHEMA_VERSION}) == part
+    for wrong in ({}, {"schema_version": SCHEMA_VERSION - 1}, {"schema_version": True}):
+        with refused(LLMStatusCode.LLM_PARAM_INVALID, "schema_version"):
+            part_from_dict(document | wrong)
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, "document is not a part of a plan: kind=5"):
+        part_from_dict(document | {"schema_version": SCHEMA_VERSION, "kind": 5})

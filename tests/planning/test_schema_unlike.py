@@ -1,4 +1,4 @@
-"""Documents of plans between unlike caches: they come back whole, and hostile ones are refused."""
+"""Documents of plans between unlike caches: restored whole, and refused if they are hostile."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def written(plan: Plan) -> dict[str, Any]:
 
 
 def changed(plan: Plan, path: str, value: Any) -> dict[str, Any]:
-    """Its document with a value replaced; numbers in the path are positions of a list."""
+    """Return the document of a plan with one value replaced; a path may contain list indices."""
     document = copy.deepcopy(written(plan))
     *parents, last = path.split(".")
     at: Any = document["parts"][0]
@@ -59,7 +59,7 @@ def changed(plan: Plan, path: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("plan", [RESHARD, LAYERS], ids=["repeats", "split"])
-def test_a_plan_comes_back_whole(plan: Plan) -> None:
+def test_a_plan_is_restored_whole(plan: Plan) -> None:
     assert bool(plan.part.segments.repeats) is (plan is RESHARD)
     assert bool(plan.part.split) is (plan is LAYERS)
     again = Plan.from_dict(written(plan))
@@ -75,7 +75,7 @@ def test_a_plan_comes_back_whole(plan: Plan) -> None:
 
 
 @given(transfers(), st.booleans())
-def test_any_plan_comes_back_whole(transfer: Any, coalesce: bool) -> None:
+def test_any_plan_is_restored_whole(transfer: Any, coalesce: bool) -> None:
     plan = planned(transfer, coalesce)
     again = Plan.from_dict(written(plan))
     assert again == plan
@@ -132,9 +132,10 @@ HOSTILE: list[tuple[Plan, str, Any, list[str]]] = [
     (RESHARD, "tables.dst.0", None, ["tables.dst"]),
     (RESHARD, "tables.src.0", RESHARD.part.src.count, ["tables.src", "out of range"]),
     (RESHARD, "tables.dst.0", RESHARD.part.dst.count, ["tables.dst", "out of range"]),
+    (RESHARD, "tables.dst.1", int(RESHARD.part.tables.dst[0]), ["tables.dst[1]", "already"]),
     (RESHARD, "tables.src_token", -1, ["tables.src_token=-1"]),
     (RESHARD, "tables.num_tokens", 0, ["tables.num_tokens=0"]),
-    # The first layer of blocks of 3 KiB has 1 KiB of them: K, V, K, V, K, V of 256 bytes, twice.
+    # Blocks of 3 KiB are K, V, K, V, K, V of 256 bytes, twice; 1 KiB of them is the first layer.
     (LAYERS, "segments.dst_offsets.0", 2048, ["dst", "leave the layer"]),
     (LAYERS, "segments.src_offsets.0", 5, ["src", "leave the layer"]),
     (LAYERS, "segments.nbytes.0", 513, ["leave the layer"]),
@@ -154,16 +155,16 @@ def test_a_hostile_document_is_refused(plan: Plan, path: str, value: Any, parts:
     assert len(message) < 1000
 
 
-def test_layers_that_would_need_tensors_that_are_not_there() -> None:
-    """Three views a layer, of a tensor whose three layers are a view each."""
+def test_layers_that_need_missing_tensors_are_refused() -> None:
+    """Three views per layer, of a tensor whose three layers have one view each."""
     document = written(LAYERS)
     document["parts"][0] |= {"tensors_per_layer": 3}
     document["parts"][0] |= {"src_tensors": [0, 3], "dst_tensors": [0, 3]}
     assert "tensors_per_layer=3 must group 3 views" in refusal(document)
 
 
-def test_more_runs_than_a_document_may_have() -> None:
-    """A few bytes that say 2**62 runs, of which not one would be out of bounds."""
+def test_too_many_runs_are_refused() -> None:
+    """A few bytes declare 2**62 runs, all of them in bounds."""
     side = PART["src"] | {
         "data_type": None,
         "shape": [],

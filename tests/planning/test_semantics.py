@@ -1,4 +1,4 @@
-"""The rules of the reference, each by an example small enough to check by hand."""
+"""The rules of the reference, each in an example small enough to check by hand."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class TestSize:
             kvplan.plan(Transfer(Rows(SLOTS), Rows(SMALL)), local="src")
 
     @pytest.mark.parametrize("size", [1, 9, 10])
-    def test_a_part_of_a_row_and_a_whole_one(self, size: int) -> None:
+    def test_a_size_may_be_a_part_of_a_row_or_all_of_it(self, size: int) -> None:
         assert segments(
             kvplan.plan(Transfer(Rows(SLOTS), Rows(SMALL), nbytes=size), local="dst")
         ) == [(0, 0, size)]
 
-    def test_minus_one_is_what_is_left_after_the_offset(self) -> None:
+    def test_minus_one_is_the_rest_after_the_offset(self) -> None:
         plan = kvplan.plan(Transfer(Rows(SLOTS, offset=9), Rows(SMALL, offset=3)), local="dst")
         assert segments(plan) == [(9, 3, 7)]
         plan = kvplan.plan(Transfer(Rows(SMALL, offset=9), Rows(SLOTS, offset=3)), local="src")
@@ -113,13 +113,13 @@ class TestBlocks:
         plan = kvplan.plan(Transfer(Rows(BLOCKS, [6, 6, 6]), Rows(BLOCKS, [0, 5, 1])), local="dst")
         assert segments(plan) == [(24, 0, 4), (24, 4, 4), (24, 20, 4)]
 
-    def test_caches_of_other_block_counts_fit(self) -> None:
+    def test_caches_may_have_different_numbers_of_blocks(self) -> None:
         other = CacheDesc(4, (1, 2, 4), DataType.DT_INT8, batch_dim_index=1)
         assert segments(
             kvplan.plan(Transfer(Rows(BLOCKS, [7]), Rows(other, [1])), local="src")
         ) == [(28, 4, 4)]
 
-    def test_blocks_of_other_shape_are_copied_as_bytes_for_who_asks_for_it(self) -> None:
+    def test_blocks_of_another_shape_are_copied_as_bytes_on_request(self) -> None:
         other = CacheDesc(4, (2, 1, 2), DataType.DT_FLOAT16)
         with pytest.raises(LLMException, match="reinterpret=True"):
             kvplan.plan(Transfer(Rows(BLOCKS, [7]), Rows(other, [1])), local="src")
@@ -138,7 +138,7 @@ class TestBlocks:
             (12, 20, 4),
         ]
 
-    def test_between_two_caches_nothing_can_clash(self) -> None:
+    def test_between_two_caches_any_block_may_be_written(self) -> None:
         target = CacheDesc(4, (8, 4), DataType.DT_INT8)
         for dst in (target, Cache(target, 2)):
             plan = kvplan.plan(Transfer(Rows(Cache(BLOCKS, 1), [0, 1]), Rows(dst, [1, 0])))
@@ -178,11 +178,11 @@ class TestLayers:
         assert tensor_pairs(plan) == [(i, i) for i in range(6)]
         assert plan == layered(6, KvCacheExtParam())
 
-    def test_one_range_is_enough_where_it_is_everything(self) -> None:
+    def test_one_range_is_enough_if_it_is_all_layers(self) -> None:
         for ext_param in (KvCacheExtParam(range(3)), KvCacheExtParam(None, (0, 2))):
             assert layered(6, ext_param) == layered(6, KvCacheExtParam())
 
-    def test_one_range_against_a_cache_of_as_many_layers(self) -> None:
+    def test_one_range_is_enough_for_a_cache_of_as_many_layers(self) -> None:
         few, many = (CacheDesc(n, (8, 4), DataType.DT_INT8) for n in (4, 8))
         plan = kvplan.plan(
             Transfer(
@@ -196,7 +196,7 @@ class TestLayers:
         ("num_tensors", "layers"),
         [(1, [1]), (2, [2]), (3, [1] * 3), (5, [1] * 5), (6, [2, 2, 2]), (27, [1] * 27)],
     )
-    def test_without_a_range_a_layer_is_two_tensors_where_they_divide(
+    def test_without_a_range_a_layer_is_two_tensors_if_they_divide(
         self, num_tensors: int, layers: list[int]
     ) -> None:
         plan = layered(num_tensors, KvCacheExtParam())
@@ -219,7 +219,7 @@ class TestLayers:
         assert list(plan.part.dst_tensors) == list(range(per_layer))
 
     def test_the_example_of_the_reference(self) -> None:
-        """PushKvCache: 4 tensors of (4, 16) int32, slot 3, layer 3 to 3, one tensor a layer."""
+        """PushKvCache: 4 tensors of (4, 16) int32, slot 3, layers 3 to 3, one tensor per layer."""
         desc = CacheDesc(4, (4, 16), DataType.DT_INT32)
         plan = kvplan.plan(
             Transfer(
@@ -232,13 +232,13 @@ class TestLayers:
         assert tensor_pairs(plan) == [(3, 3)]
         assert segments(plan) == [(192, 192, 64)]
 
-    def test_a_cut_plan_is_the_plan_of_the_cut(self) -> None:
+    def test_a_slice_of_a_plan_is_the_plan_of_those_layers(self) -> None:
         whole = layered(6, KvCacheExtParam(range(1, 3), range(2)))
         assert whole.for_layers(range(2, 3)) == layered(6, KvCacheExtParam((2, 2), (1, 1)))
 
 
 class TestRemoteKeys:
-    def test_the_slot_is_the_one_that_the_key_names(self) -> None:
+    def test_the_key_names_the_slot(self) -> None:
         source = RemoteCache(CacheIndex(1, 7, 2), SLOTS)
         for index in (None, 2):
             plan = kvplan.plan(Transfer(Rows(source, slot=index), Rows(SLOTS, slot=1)), local="dst")
@@ -249,7 +249,7 @@ class TestRemoteKeys:
             (32, 0, 4)
         ]
 
-    def test_names_are_for_people_only(self) -> None:
+    def test_names_do_not_change_the_plan(self) -> None:
         named = kvplan.plan(
             Transfer(
                 Rows(Cache(BLOCKS, 7), [0]), Rows(RemoteCache(BlocksCacheKey(1), BLOCKS), [1])
@@ -309,7 +309,7 @@ class TestSides:
         )
 
 
-def test_copies_know_no_layers_and_take_any_number_of_tensors():
+def test_copies_ignore_layers_and_accept_any_number_of_tensors():
     host, device = (
         CacheDesc(3, (4, 8), DataType.DT_INT8, value)
         for value in (Placement.HOST, Placement.DEVICE)

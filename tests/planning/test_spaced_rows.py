@@ -1,4 +1,4 @@
-"""Rows with other bytes between them: described, planned and copied; the bytes between stay."""
+"""Rows with gaps between them are described, planned and copied; the gaps keep their content."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PAGES, LAYERS, ROW = 6, 3, (4, 2, 8)
 
 
 def pages(seed: int, *, padding: int = 0) -> np.ndarray:
-    """Pages of all layers: (page, layer, token, head, dim), and elements that are no layer's."""
+    """Return pages of all layers: (page, layer, token, head, dim), and the padding behind them."""
     elements = LAYERS * int(np.prod(ROW)) + padding
     return np.random.default_rng(seed).integers(0, 2**16, (PAGES, elements), np.uint16)
 
 
 def layers(of: np.ndarray) -> list[np.ndarray]:
-    """A view for each layer: its rows lie in all pages."""
+    """Return a view for each layer, whose rows lie in all pages."""
     size, step = int(np.prod(ROW)), of.strides[0]
     return [
         as_strided(of[:, layer * size :], (PAGES, *ROW), (step, 32, 16, 2))
@@ -49,7 +49,7 @@ class TestDescriptions:
         assert desc(row_stride=128) == desc() == desc(row_stride=None)
         assert desc(row_stride=128).row_stride is None
 
-    def test_a_cache_of_one_row_has_none(self) -> None:
+    def test_a_cache_of_one_row_has_no_stride(self) -> None:
         one = np.zeros((4, 2, *ROW), np.uint16)[:1, 0]
         assert CacheDesc.from_tensors([one], NHD).row_stride is None
 
@@ -76,12 +76,12 @@ class TestDescriptions:
         with pytest.raises(TypeError, match="row_stride"):
             desc(row_stride="128")
 
-    def test_tensors_at_other_distances_are_two_caches(self) -> None:
+    def test_tensors_at_different_distances_are_refused(self) -> None:
         unlike = [layers(pages(1))[0], layers(pages(1, padding=1))[0]]
         with refused("LLM_PARAM_INVALID", r"tensors\[1\] .* distances of their rows differ"):
             CacheDesc.from_tensors(unlike, NHD)
 
-    def test_the_text_says_it(self) -> None:
+    def test_the_text_names_the_stride(self) -> None:
         assert str(side("cache", desc(row_stride=640), paged=True)).endswith(
             "blocks 640 bytes apart"
         )
@@ -123,7 +123,7 @@ def test_neighbours_are_one_run_only_if_they_touch_on_both_sides() -> None:
 
 
 def test_layers_of_one_page_do_not_overlap() -> None:
-    """Each tensor reaches over those of the other layers, and shares no byte with them."""
+    """The extents of the tensors overlap, but no byte is shared."""
     of = pages(1)
     cache = CacheDesc.from_tensors(layers(of), NHD)
     plan = kvplan.plan(Transfer(Rows(cache, [0, 1]), Rows(cache, [2, 3])), local="both")
@@ -132,7 +132,7 @@ def test_layers_of_one_page_do_not_overlap() -> None:
 
 
 def test_tensors_that_share_bytes_are_refused() -> None:
-    """The second begins within the first row of the first."""
+    """The second tensor begins within the first row of the first tensor."""
     of = np.zeros(4096, np.uint8)
     cache = CacheDesc(2, (4, 64), DataType.DT_UINT8, row_stride=256)
     start = of.ctypes.data
@@ -148,7 +148,7 @@ def test_tensors_that_share_bytes_are_refused() -> None:
 
 
 class TestDocuments:
-    """What a plan file says is checked: no run may leave its row."""
+    """Plan files are checked: no run may leave its row."""
 
     @pytest.fixture
     def document(self) -> dict:
@@ -158,20 +158,22 @@ class TestDocuments:
         return found
 
     @pytest.mark.parametrize(("nbytes", "offset"), [(129, 640), (128, 641), (1, 640 + 128)])
-    def test_a_run_beyond_its_row(self, document: dict, nbytes: int, offset: int) -> None:
+    def test_a_run_beyond_its_row_is_refused(
+        self, document: dict, nbytes: int, offset: int
+    ) -> None:
         segments = document["parts"][0]["segments"]
         segments["nbytes"], segments["src_offsets"] = [nbytes], [offset]
         with refused("LLM_PARAM_INVALID", "leave the block that they begin in, of 128 bytes"):
             Plan.from_dict(document)
 
-    def test_a_stride_below_the_row(self, document: dict) -> None:
+    def test_a_stride_below_the_row_is_refused(self, document: dict) -> None:
         document["parts"][0]["src"]["stride"] = 127
         with refused("LLM_PARAM_INVALID", "row_stride=127 is out of range"):
             Plan.from_dict(document)
 
 
-def test_a_slot_within_its_row() -> None:
-    """C2C: offsets and sizes count in the row, not in what lies between rows."""
+def test_a_slot_is_copied_within_its_row() -> None:
+    """Offsets and sizes of slots count bytes of the row, not of the gap."""
     cache = desc(row_stride=640)
     slots = Transfer(Rows(cache, slot=1, offset=8), Rows(cache, slot=3, offset=8), nbytes=120)
     (run,) = kvplan.plan(slots, local="dst").part.segments
@@ -184,7 +186,7 @@ def test_a_slot_within_its_row() -> None:
             )
 
 
-def test_a_slot_cut_into_blocks() -> None:
+def test_a_slot_is_cut_into_blocks() -> None:
     slots = CacheDesc(1, (3, 256), DataType.DT_UINT8, row_stride=300)
     blocks = CacheDesc(1, (8, 64), DataType.DT_UINT8, row_stride=100)
     source, target = (
@@ -199,3 +201,18 @@ def test_a_slot_cut_into_blocks() -> None:
     span = slots.tensor_nbytes, blocks.tensor_nbytes
     reference.execute(plan, [source[: span[0]]], [target[: span[1]]])
     np.testing.assert_array_equal(target, wanted)
+
+
+def test_repeated_runs_may_end_where_their_rows_end() -> None:
+    """A run may be the last bytes of a row, followed by the first bytes of the next row."""
+    desc = CacheDesc(1, (4, 12), DataType.DT_INT8, row_stride=16)
+    document = kvplan.plan(Transfer(Rows(desc, [0, 1]), Rows(desc, [0, 1])), local="dst").to_dict()
+    (part,) = document["parts"]
+    part["num_slices"] = 2
+    part["segments"] = {
+        "src_offsets": [8], "dst_offsets": [8], "nbytes": [4], "repeats": [[[2], 8, 8]],
+    }  # fmt: skip
+    assert [*Plan.from_dict(document).part.segments.expanded()] == [(8, 8, 4), (16, 16, 4)]
+    part["segments"]["nbytes"] = [5]
+    with refused("LLM_PARAM_INVALID", "leave the block that they begin in"):
+        Plan.from_dict(document)

@@ -15,10 +15,10 @@ from tests.support.refusals import refused
 
 
 class Known(NamedTuple):
-    """A model, and vLLM 0.33's shapes of its states by the number of ranks.
+    """A model, and the shapes of its states in vLLM 0.33 by the number of ranks.
 
-    From `MambaStateShapeCalculator`, which says them without blocks; here (3, columns), and that of
-    the recurrent state.
+    `MambaStateShapeCalculator` gives them without blocks: here (3, columns) for the convolution,
+    and the shape of the recurrent state.
     """
 
     columns: dict[str, Columns]
@@ -91,15 +91,13 @@ KNOWN = {
 
 
 def zeros(*shape: int, dtype: Any = np.uint16) -> Any:
-    """A tensor of three blocks."""
+    """Return a tensor of three blocks."""
     return np.zeros((3, *shape), dtype)
 
 
 @pytest.mark.parametrize("columns_first", [False, True])
 @pytest.mark.parametrize("name", KNOWN)
-def test_each_rank_takes_all_that_it_has_of_any_number_of_ranks(
-    name: str, columns_first: bool
-) -> None:
+def test_each_rank_pulls_its_state_from_any_number_of_ranks(name: str, columns_first: bool) -> None:
     model = KNOWN[name]
     sides = {}
     for ranks, (conv, ssm) in model.shapes.items():

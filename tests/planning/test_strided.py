@@ -1,4 +1,4 @@
-"""Lists of strided descriptors, as NIXL has them, as caches and as ranges of addresses."""
+"""Lists of strided descriptors, as in NIXL, made into caches and into ranges of addresses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ rows = st.tuples(st.integers(0, 900), st.integers(1, 40), st.integers(0, 50), st
 
 
 @given(st.lists(rows, max_size=8))
-def test_both_name_the_bytes_that_the_list_names(drawn: list[tuple[int, int, int, int]]) -> None:
+def test_both_forms_have_the_bytes_of_the_list(drawn: list[tuple[int, int, int, int]]) -> None:
     base = 1 << 20
     listed = [(base + start, length, 3, length + gap, count) for start, length, gap, count in drawn]
     wanted = [
@@ -43,7 +43,7 @@ def test_both_name_the_bytes_that_the_list_names(drawn: list[tuple[int, int, int
 
 
 def test_caches_of_a_list_move() -> None:
-    """Blocks of 4,096 bytes every 4,160, and of 64 in two runs; the gaps stay as they were."""
+    """Blocks of 4,096 bytes every 4,160, and of 64 bytes in two runs; the gaps stay."""
     theirs, mine = np.arange(20_000, dtype=np.uint64).view(np.uint8), np.zeros(160_000, np.uint8)
     at = mine.ctypes.data
     listed = [(at, 4096, 0, 4160, 8), (at + 80_000, 64, 0, 80, 9), (at + 90_000, 64, 0, 80, 9)]
@@ -73,7 +73,7 @@ def test_ranges_of_a_list_are_ranges_of_addresses() -> None:
     assert strided_caches([]) == []
 
 
-def test_the_stride_of_one_piece_says_nothing() -> None:
+def test_the_stride_of_a_single_piece_is_ignored() -> None:
     listed = [(4096, 8, 0, 0, 1), (8192, 8, 0, 99, 1), (12288, 8, 0, 8, 1)]
     (cache,) = strided_caches(listed)
     assert (cache.desc.num_tensors, cache.desc.stride) == (3, 8)
@@ -94,14 +94,14 @@ def test_the_stride_of_one_piece_says_nothing() -> None:
         ((4096, 8, 0), r"has shape \(1, 3\); rows of"),
     ],
 )
-def test_what_is_no_descriptor(row: tuple[int, ...], reason: str) -> None:
+def test_a_wrong_descriptor_is_refused(row: tuple[int, ...], reason: str) -> None:
     for function in (strided_caches, strided_ranges):
         with refused("LLM_PARAM_INVALID", reason):
             function([row])
 
 
 def test_the_last_byte_may_be_the_last_of_2_63() -> None:
-    """The gap behind the last piece is not of the list."""
+    """The gap behind the last piece does not belong to the list."""
     length, stride, count = 8, 4096, 3
     first = 2**63 - 1 - length - stride * (count - 1)
     starts, _, _ = strided_ranges([(first, length, 0, stride, count)])

@@ -1,6 +1,6 @@
-"""Caches that hold some tokens of each request (context parallelism): what moves between them.
+"""Transfers between caches that hold some tokens of each request (context parallelism).
 
-The oracle goes through a request token by token, by the definition of who holds a token.
+The oracle goes through a request token by token, by the definition of the holder of a token.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import kvplan
 from kvplan import CacheDesc, DataType, Interleaved, Plan, Rows, Shard, Transfer, reference
 from kvplan.planning.blocks import RequestBlocks
+from kvplan.planning.contents import tokens_moved
 from kvplan.planning.gather import plan_gather
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.side import side
@@ -31,7 +32,7 @@ Places = dict[int, tuple[int, int]]
 
 
 def holds(held: Held, token: int) -> bool:
-    """Who holds a token, as vLLM defines it."""
+    """Return True if the cache holds the token, as vLLM defines it."""
     if isinstance(held, Interleaved):
         return token // held.size % held.ranks == held.rank
     return held is None or token in held
@@ -42,14 +43,14 @@ def tokens_of(held: Held, end: int) -> list[int]:
 
 
 def table_of(draw: st.DrawFn, cache: Cache, end: int) -> tuple[Cache, list[int]]:
-    """A cache with room for the tokens before `end` that it holds, and the blocks of them."""
+    """Return a cache with room for its tokens before `end`, and the blocks of those tokens."""
     needed = -(-len(tokens_of(cache.held, end)) // cache.tokens)
     rows = needed + draw(st.integers(1, 2))
     return replace(cache, rows=rows), draw(st.permutations(range(rows)))[:needed]
 
 
 def places(cache: Cache, table: list[int], first: int, num_tokens: int) -> Places:
-    """The block and the token in it of each token that is moved, counted from the first of them."""
+    """Return the block and the position in it of each moved token, counted from the first one."""
     own = tokens_of(cache.held, first + num_tokens)
     return {
         token - first: (table[place // cache.tokens], place % cache.tokens)
@@ -62,7 +63,7 @@ def moved(
     src: Cache, dst: Cache, sources: list[Any], targets: list[Any],
     src_places: Places, dst_places: Places,
 ) -> list[Any]:  # fmt: skip
-    """What the destination holds after what both hold was copied, token by token."""
+    """Return the destination after a copy, token by token, of the tokens that both sides hold."""
     result = [item.copy() for item in targets]
     layers = [item for item in src.layers if item in dst.layers]
     for layer, kv in itertools.product(layers, range(src.model.kv)):
@@ -89,7 +90,7 @@ helds = st.one_of(st.none(), interleaved, ranges)
 def pairs(draw: st.DrawFn) -> tuple[Cache, Cache, list[int], list[int], int, int, int]:
     model: Model = draw(models)
     src, dst = (replace(draw(caches(model)), held=draw(helds)) for _ in range(2))
-    whole = replace(dst, layers=src.layers, heads=src.heads)  # what both have is not their matter
+    whole = replace(dst, layers=src.layers, heads=src.heads)  # only common layers and heads
     if "head" not in src.axes or "head" not in dst.axes:
         src, whole = (replace(value, axes=(*(a for a in value.axes if a != "head"), "head"))
                       for value in (src, whole))  # fmt: skip
@@ -109,7 +110,7 @@ def test_a_pair_moves_the_tokens_that_both_hold(pair: Any) -> None:
         num_tokens=num_tokens,
     )
     if not src_blocks and src.held is None:
-        return  # no blocks of a cache that has all tokens are a slot
+        return  # without blocks, a cache of all tokens is a slot
     plan = kvplan.plan(transfer, local="dst")
     sources, targets = src.tensors(1), dst.tensors(2)
     here = places(src, src_blocks, src_token, num_tokens)
@@ -118,9 +119,10 @@ def test_a_pair_moves_the_tokens_that_both_hold(pair: Any) -> None:
     reference.execute(plan, sources, targets)
     for a, b in zip(wanted, targets, strict=True):
         np.testing.assert_array_equal(a, b)
-    again = Plan.from_dict(plan.to_dict())  # which checks that no byte is written twice
+    again = Plan.from_dict(plan.to_dict())  # checks that no byte is written twice
     assert again == plan
     assert again.fingerprint == plan.fingerprint
+    assert tokens_moved(plan.part) == len(here.keys() & there.keys())
     assert plan.num_descriptors == 0 or plan.origin(0).tokens
     for descriptor in range(min(plan.num_descriptors, 3)):
         said = [index for first, last in plan.origin(descriptor).tokens
@@ -128,10 +130,48 @@ def test_a_pair_moves_the_tokens_that_both_hold(pair: Any) -> None:
         assert {item - src_token for item in said} <= here.keys() & there.keys()
 
 
+@given(pairs())
+def test_without_num_tokens_the_fewest_tokens_that_fill_both_tables_move(pair: Any) -> None:
+    src, dst, src_blocks, dst_blocks, src_token, dst_token, _ = pair
+    if not src_blocks or not dst_blocks:
+        return
+    sides = [(src, len(src_blocks), src_token), (dst, len(dst_blocks), dst_token)]
+    counts = range(1, 200)
+    held = [[len(tokens_of(its.held, skip + count)) for count in counts] for its, _, skip in sides]
+    places_of = [rows * its.tokens for its, rows, _ in sides]
+    fills = [
+        next((count for count, own in zip(counts, have, strict=True) if own >= room), 200)
+        for have, room in zip(held, places_of, strict=True)
+    ]
+    number = max(fills)
+    if number == 200 and isinstance(src.held, range) and isinstance(dst.held, range):
+        return  # equal stretches move whole blocks, and the last may have places beyond its stretch
+    transfer = Transfer(
+        Rows(src.desc, src_blocks, first_token=src_token),
+        Rows(dst.desc, dst_blocks, first_token=dst_token),
+    )
+    if number == 200 or any(
+        have[number - 1] > room for have, room in zip(held, places_of, strict=True)
+    ):
+        with refused("LLM_PARAM_INVALID"):
+            kvplan.plan(transfer, local="dst")
+        return
+    sources, targets = src.tensors(1), dst.tensors(2)
+    here = places(src, src_blocks, src_token, number)
+    there = places(dst, dst_blocks, dst_token, number)
+    wanted = moved(src, dst, sources, targets, here, there)
+    plan = kvplan.plan(transfer, local="dst")
+    reference.execute(plan, sources, targets)
+    for a, b in zip(wanted, targets, strict=True):
+        np.testing.assert_array_equal(a, b)
+    if plan.part.src.spread != plan.part.dst.spread:
+        assert tokens_moved(plan.part) == len(here.keys() & there.keys())
+
+
 @pytest.mark.parametrize("leased", ["src", "dst"])
 @given(pair=pairs())
 def test_a_lease_of_more_blocks_moves_the_same_tokens(leased: str, pair: Any) -> None:
-    """A lease has blocks for tokens that come later, which neither move nor count."""
+    """The blocks of a lease for later tokens neither move nor count."""
     src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = pair
     if not src_blocks or not dst_blocks:
         return
@@ -154,7 +194,7 @@ def test_a_lease_of_more_blocks_moves_the_same_tokens(leased: str, pair: Any) ->
 
 @st.composite
 def splits(draw: st.DrawFn, num_tokens: int) -> list[Held]:
-    """Which tokens the ranks hold that have one part of the model."""
+    """Draw the tokens that each rank with the same part of the model holds."""
     kind = draw(st.sampled_from(["all", "interleaved", "ranges"]))
     if kind == "interleaved":
         ranks, size = draw(st.integers(2, 4)), draw(st.integers(1, 5))
@@ -250,7 +290,7 @@ def gather(*sources: CacheDesc, blocks: list[int] | None = None, **fields: Any) 
     return kvplan.plan(Transfer(rows, Rows(WHOLE, blocks or [6, 7]), **fields), local="dst")
 
 
-def test_without_a_number_all_blocks_are_of_the_request() -> None:
+def test_without_num_tokens_all_blocks_belong_to_the_request() -> None:
     plans = gather(FIRST, SECOND).by_part()
     assert [plan.nbytes for plan in plans.values()] == [32 * TOKEN_NBYTES] * 2
     assert plans == gather(FIRST, SECOND, num_tokens=64).by_part()
@@ -261,8 +301,8 @@ def test_without_a_number_all_blocks_are_of_the_request() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_caches_of_one_rank_hold_other_tokens_if_they_skip_others(order: tuple[int, int]) -> None:
-    """One has the first 16 tokens in its block 4, the other the next 16 in its block 3."""
+def test_first_token_selects_different_tokens_of_one_rank(order: tuple[int, int]) -> None:
+    """The first cache has 16 tokens in its block 4, the other has the next 16 in its block 3."""
     rows = [Rows(FIRST, [4]), Rows(FIRST, [5, 3], first_token=16)]
     transfer = Transfer([rows[i] for i in order], Rows(WHOLE, [6]), num_tokens=32)
     parts = kvplan.plan(transfer, local="dst").parts
@@ -272,10 +312,10 @@ def test_caches_of_one_rank_hold_other_tokens_if_they_skip_others(order: tuple[i
 
 
 @pytest.mark.parametrize(("source", "target"), [(FIRST, desc()), (SECOND, WHOLE)])
-def test_without_a_number_no_token_follows_the_last_of_a_rank(
+def test_without_num_tokens_the_request_ends_with_the_last_token_of_the_rank(
     source: CacheDesc, target: CacheDesc
 ) -> None:
-    """The tokens up to the next of this rank are of others, and may not exist."""
+    """The tokens up to the next one of this rank belong to others, and may not exist."""
     rows = Rows(source, [4]), Rows(target, [6])
     plan, numbered = (
         kvplan.plan(Transfer(*rows, num_tokens=number), local="dst")
@@ -299,7 +339,7 @@ def test_a_destination_that_holds_no_token_of_a_request_gets_nothing() -> None:
     assert ([*plan.by_part()], plan.nbytes) == (["source 1"], 0)
 
 
-def test_replicas_of_a_rank_are_spread() -> None:
+def test_replicas_of_a_rank_share_the_work() -> None:
     sources = [FIRST, SECOND, FIRST, SECOND]
     assert [[*gather(*sources, rank=rank).by_part()] for rank in range(3)] == [
         ["source 0", "source 1"],
@@ -322,7 +362,7 @@ def test_a_token_that_no_source_has_is_named(sources: list[CacheDesc], missing: 
         gather(*sources, num_tokens=64)
 
 
-def test_sources_that_overlap_in_other_tokens_for_other_heads() -> None:
+def test_sources_that_leave_different_tokens_for_different_heads_are_refused() -> None:
     low = Shard(num_layers=1, heads=range(1), num_heads=2)
     lower = CacheDesc(2, (8, 64, 1, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD", shard=low)
     rows = [Rows(desc(tokens=32), [4, 5]), Rows(lower, [4]), Rows(SECOND, [4, 5])]
@@ -338,7 +378,7 @@ def test_caches_of_one_rank_move_whole_blocks(held: Held) -> None:
 
 
 def test_only_whole_rows_of_one_rank_are_lowered_without_the_planner() -> None:
-    """Templates cut requests by arithmetic that knows nothing of tokens elsewhere."""
+    """Templates cut requests by arithmetic without any knowledge of tokens on other ranks."""
 
     def templates(src: CacheDesc, dst: CacheDesc, *, by_tokens: bool) -> int:
         sides = (side("", item, paged=True) for item in (src, dst))
@@ -366,7 +406,7 @@ def test_only_whole_rows_of_one_rank_are_lowered_without_the_planner() -> None:
         (range(8, 9), "token 8"),
     ],
 )
-def test_texts_and_plan_files(held: Held, text: str) -> None:
+def test_texts_and_plan_files_have_the_tokens(held: Held, text: str) -> None:
     shard = Shard(tokens=held)
     assert str(shard) == text
     assert shard != Shard()
@@ -396,20 +436,20 @@ def test_one_rank_of_interleaved_tokens_has_all() -> None:
          "shard has tokens 0..8, but kv_tensor_format=None names no axis token"),
     ],
 )  # fmt: skip
-def test_what_is_refused(make: Any, text: str) -> None:
+def test_wrong_shards_are_refused(make: Any, text: str) -> None:
     with refused("LLM_PARAM_INVALID", text):
         make()
 
 
 @pytest.mark.parametrize("held", [[0, 1], 3, "0..3"])
-def test_tokens_of_another_type(held: Any) -> None:
+def test_tokens_of_another_type_are_refused(held: Any) -> None:
     with pytest.raises(TypeError, match="must be Interleaved, a range or None"):
         Shard(tokens=held)
 
 
 @pytest.mark.parametrize("leased", ["src", "dst"])
 def test_the_table_that_has_too_few_blocks_is_named(leased: str) -> None:
-    """Not the lease, of which as many blocks are left as the other table has."""
+    """The error names the other table, not the lease, which has equally many blocks left."""
     desc = CacheDesc(
         2, (64, 8, 2, 16), DataType.DT_FLOAT16, kv_tensor_format="NHD",
         shard=Shard(num_layers=1, num_heads=2),
@@ -420,3 +460,13 @@ def test_the_table_that_has_too_few_blocks_is_named(leased: str) -> None:
     other = "dst" if leased == "src" else "src"
     with refused("LLM_PARAM_INVALID", rf"num_tokens=17 .* \[1, 16\], the room in the {other} rows"):
         kvplan.plan(Transfer(src, dst, num_tokens=17), local="dst")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 6])
+def test_places_beyond_a_stretch_have_no_token(size: int) -> None:
+    """Equal stretches move whole blocks, whose last one may not be full."""
+    shard = Shard(num_layers=1, num_heads=1, tokens=range(10, 10 + size))
+    axes = "block token dim head"
+    desc = CacheDesc(1, (2, 3, 1, 1), DataType.DT_INT8, kv_tensor_format=axes, shard=shard)
+    plan = kvplan.plan(Transfer(Rows(desc, [0, 1]), Rows(desc, [0, 1])), local="dst")
+    assert (plan.nbytes, plan.origin(0).tokens) == (6, ((10, 9 + size),))

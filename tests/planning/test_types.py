@@ -1,4 +1,4 @@
-"""Descriptions of caches, keys and statuses: what they hold, and what they refuse to."""
+"""Descriptions of caches, keys and statuses: their values, and the values that they refuse."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def desc(num_tensors: Any = 2, shape: Any = (4, 8), data_type: Any = INT8, **kw:
         (128, "COMPLEX128"),
     ],
 )
-def test_bits(bits: int, names: str) -> None:
+def test_each_data_type_has_its_width(bits: int, names: str) -> None:
     assert {DataType[f"DT_{name}"].bits for name in names.split()} == {bits}
 
 
@@ -71,7 +71,9 @@ def test_a_type_without_width_describes_no_cache(data_type: DataType) -> None:
 
 
 @given(st.sampled_from(DATA_TYPES), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_sizes(data_type: DataType, shape: list[int], data: st.DataObject) -> None:
+def test_sizes_follow_from_shape_and_type(
+    data_type: DataType, shape: list[int], data: st.DataObject
+) -> None:
     num_tensors = data.draw(st.integers(1, 9))
     bits = data_type.bits
     for length in shape[1:]:
@@ -84,7 +86,7 @@ def test_sizes(data_type: DataType, shape: list[int], data: st.DataObject) -> No
     assert (made.batch_size, made.stride) == (shape[0], bits // 8)
     assert made.tensor_nbytes == shape[0] * bits // 8
     assert made.nbytes == num_tensors * made.tensor_nbytes
-    # Leading dimensions of 1 change nothing but the index.
+    # Leading dimensions of 1 change only the index.
     moved = CacheDesc(num_tensors, (1, 1, *shape), data_type, batch_dim_index=2)
     assert (moved.batch_size, moved.stride) == (made.batch_size, made.stride)
 
@@ -108,7 +110,7 @@ WRONG_VALUE: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("change", "parts"), WRONG_VALUE)
-def test_desc_refuses_values(change: dict[str, Any], parts: list[str]) -> None:
+def test_a_description_refuses_wrong_values(change: dict[str, Any], parts: list[str]) -> None:
     with refused(LLMStatusCode.LLM_PARAM_INVALID) as raised:
         desc(**change)
     for part in parts:
@@ -181,7 +183,7 @@ def test_a_wrong_type_is_a_type_error(make: Any, part: str) -> None:
     assert part in str(raised.value)
 
 
-def test_addresses_are_one_for_each_tensor() -> None:
+def test_each_tensor_has_one_address() -> None:
     with refused(LLMStatusCode.LLM_PARAM_INVALID, r"1 addresses; num_tensors=2"):
         Cache(desc(), 1, (8,))
     assert Cache(desc(), 1, [8, 16]).tensor_addrs == (8, 16)  # type: ignore[arg-type]
@@ -224,8 +226,8 @@ def test_a_list_for_a_shape_is_the_same_description() -> None:
     assert hash(made) == hash(desc())
 
 
-def test_the_two_names_of_an_index_are_one() -> None:
-    """A slot named through the C++ interface is found by the name given through the Python one."""
+def test_the_two_names_of_an_index_are_equal() -> None:
+    """A slot with a name of the C++ interface is found by its name of the Python interface."""
     assert {CacheIndex(1, 2): "slot"}[CacheKeyByIdAndIndex(1, 2, 0)] == "slot"
 
 
@@ -266,7 +268,7 @@ def test_enums_print_their_class_and_name(value: Any) -> None:
 def test_status_codes_have_the_values_of_the_reference() -> None:
     codes = {code.name: code.value for code in LLMStatusCode}
     assert len(codes) == 30
-    assert codes.pop("LLM_CANCELLED") < 0  # ours; the reference's are uint32, and this:
+    assert codes.pop("LLM_CANCELLED") < 0  # ours; the others are uint32, and this one:
     assert codes["LLM_SUCCESS"] == 0
     assert codes["LLM_FAILED"] == 4294967295
     assert codes["LLM_PARAM_INVALID"] == 1343270917
@@ -279,7 +281,7 @@ def test_status_codes_have_the_values_of_the_reference() -> None:
 
 
 def test_an_exception_is_never_a_success() -> None:
-    """The reference's default code is LLM_SUCCESS."""
+    """The default code of the reference is LLM_SUCCESS."""
     error = LLMException("broken")
     assert error.status_code is LLMStatusCode.LLM_FAILED
     assert str(error) == "broken (LLM_FAILED)"
@@ -302,7 +304,7 @@ def test_every_exported_name_is_there() -> None:
 
 
 @pytest.mark.parametrize("text", ["N" * 257, "\ud800"])
-def test_a_format_that_no_peer_would_take_is_refused(text: str) -> None:
+def test_a_format_that_every_peer_would_refuse_is_refused(text: str) -> None:
     with pytest.raises(LLMException, match="kv_tensor_format"):
         desc(kv_tensor_format=text)
     assert desc(kv_tensor_format=f"opaque {'N' * 249}").kv_tensor_format
@@ -313,6 +315,7 @@ def test_a_format_that_no_peer_would_take_is_refused(text: str) -> None:
     [
         ("NDH", ["kv_tensor_format='NDH' is not a layout", "the nearest are NHD and HND"]),
         ("nhd", ["the nearest are NHD"]),
+        ("777", ["is not a layout", "known are NHD, HND; name the axes"]),
         ("LBHCN", ["the nearest are LBNHC and LBHNC"]),
         ("ND", ["is not a layout", "'block token head dim'", "'opaque '"]),
         ("opaque", ["is not a layout", "'opaque '"]),
@@ -323,13 +326,13 @@ def test_a_format_that_no_peer_would_take_is_refused(text: str) -> None:
         ("block head token dim state", ["either token or state"]),
     ],
 )
-def test_a_text_that_is_no_layout_is_refused_with_the_nearest(text: str, parts: list[str]) -> None:
+def test_a_wrong_layout_is_refused_with_the_nearest_one(text: str, parts: list[str]) -> None:
     with refused("LLM_PARAM_INVALID") as raised:
         desc(shape=(8, 16, 2, 4), kv_tensor_format=text)
     for part in ("kv_tensor_format", *parts):
         assert part in str(raised.value)
 
 
-def test_a_name_of_which_the_indices_say_otherwise_is_refused() -> None:
+def test_a_name_that_contradicts_its_indices_is_refused() -> None:
     with refused("LLM_PARAM_INVALID", "batch_dim_index=1 must be 0 with kv_tensor_format='NHD'"):
         desc(shape=(1, 8, 16, 4), kv_tensor_format="NHD", batch_dim_index=1)

@@ -1,7 +1,9 @@
-"""Transfers between caches of one model that lie differently: every byte is where its meaning says.
+"""Transfers between caches of one model with different layouts: every element keeps its meaning.
 
-`make explore` runs these with 20,000 examples of each.
+`make explore` runs these tests with 20,000 examples each.
 """
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, DataType, Plan, Rows, Transfer, execute, reference
+from kvplan import CacheDesc, Coalesce, DataType, Plan, Rows, Transfer, execute, reference
 from tests.planning.transfers import LOCALS
 from tests.planning.unlike import caches, expected, models, of_one_request
 from tests.support.refusals import refused
@@ -29,8 +31,19 @@ def sides(draw, src_row="block", dst_row="block"):
 
 
 @st.composite
-def transfers(draw):
-    src, dst = draw(sides())
+def sides_of_whole_tokens(draw):
+    """Draw sides on which a token is one run, in rows of different sizes."""
+    src = draw(caches(draw(models)))
+    axes = ("block", "token", *(axis for axis in src.axes if axis not in ("block", "token")))
+    return tuple(
+        replace(src, axes=axes, rows=draw(st.integers(2, 9)), tokens=draw(st.integers(1, 6)))
+        for _ in range(2)
+    )
+
+
+@st.composite
+def transfers(draw, of=sides):
+    src, dst = draw(of())
     src_blocks, dst_blocks = draw(tables(src)), draw(tables(dst))
     src_has, dst_has = len(src_blocks) * src.tokens, len(dst_blocks) * dst.tokens
     src_token = draw(st.integers(0, src_has - 1))
@@ -43,7 +56,7 @@ def transfers(draw):
 
 
 def planned(transfer, coalesce, local="dst", *, by_layer=False):
-    """The plan of a transfer of blocks that was drawn."""
+    """Plan a transfer of blocks that was drawn."""
     src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = transfer
     return kvplan.plan(
         Transfer(
@@ -58,7 +71,7 @@ def planned(transfer, coalesce, local="dst", *, by_layer=False):
 
 
 def assert_moves(plan, src, dst, *arguments):
-    """It leaves what the oracle says, by NumPy and by native code."""
+    """Check that NumPy and native code leave the bytes of the oracle in the destination."""
     source, target = src.tensors(1), dst.tensors(2)
     wanted = expected(src, dst, source, target, *arguments)
     for run in (reference.execute, execute):
@@ -69,8 +82,8 @@ def assert_moves(plan, src, dst, *arguments):
     assert plan.nbytes == plan.num_tensor_pairs * plan.part.segments.expanded().nbytes.sum()
 
 
-def test_another_data_type_is_refused_of_tokens_too():
-    """Which tokens are moved says nothing of what their elements are."""
+def test_another_data_type_is_refused_for_tokens_too():
+    """A number of tokens does not make their elements compatible."""
     half, bf16, fp8 = (
         CacheDesc(2, (4, 4, 2, 8), DataType[f"DT_{name}"], kv_tensor_format="block token head dim")
         for name in ("FLOAT16", "BF16", "FLOAT8_E5M2")
@@ -91,8 +104,33 @@ def test_another_data_type_is_refused_of_tokens_too():
 
 
 @given(transfers(), st.booleans(), st.sampled_from(LOCALS))
-def test_every_element_arrives_where_its_axes_say(transfer, coalesce, local):
+def test_every_element_arrives_at_the_place_of_its_axes(transfer, coalesce, local):
     assert_moves(planned(transfer, coalesce, local), *transfer)
+
+
+def merged(runs):
+    """Merge neighbours that are adjacent on both sides."""
+    found = []
+    for src, dst, nbytes in runs:
+        if found and found[-1][0] + found[-1][2] == src and found[-1][1] + found[-1][2] == dst:
+            found[-1][2] += nbytes
+        else:
+            found.append([src, dst, nbytes])
+    return [tuple(run) for run in found]
+
+
+@given(st.one_of(transfers(), transfers(sides_of_whole_tokens)))
+def test_neighbours_are_merged_in_the_order_of_the_request_or_of_the_source(transfer):
+    each = planned(transfer, Coalesce.NONE).part
+    assert each.segments.num_runs == each.num_slices
+    for how in (Coalesce.CALLER_ORDER, Coalesce.SORTED):
+        part = planned(transfer, how).part
+        assert part.num_slices == each.num_slices
+        if each.segments.repeats:
+            assert part.segments == each.segments
+        else:
+            runs = sorted(each.segments) if how is Coalesce.SORTED else each.segments
+            assert [*part.segments] == merged(runs)
 
 
 @given(transfers(), st.booleans())
@@ -140,7 +178,7 @@ def test_a_slot_goes_to_a_slot_by_its_tokens(data, local):
 
 @given(st.integers(1, 4), st.integers(1, 4), st.permutations(range(4)))
 def test_packed_elements_move_by_whole_heads(src_tokens, dst_tokens, order):
-    """Two 4-bit elements a byte: as bytes of half the dimension, tokens first to heads first."""
+    """Two 4-bit elements per byte are bytes of half the dimension; heads and tokens are swapped."""
     heads, packed, rows = 3, 4, 4
     src = CacheDesc(
         2, (rows, src_tokens, heads, 2 * packed), DataType.DT_INT4, kv_tensor_format="NHD"
@@ -168,11 +206,11 @@ def test_packed_elements_move_by_whole_heads(src_tokens, dst_tokens, order):
 @pytest.mark.parametrize(
     ("src", "dst"),
     [
-        # Both innermost axes are 8 elements long, so that only their names tell them apart.
+        # Both innermost axes have 8 elements, so that only their names distinguish them.
         ((4, 4, 8, 8, "block token head dim"), (4, 4, 8, 8, "block token dim head")),
         ((4, 8, 2, 8, "block token head dim"), (4, 2, 8, 8, "block head dim token")),
         ((4, 2, 8, 8, "block head dim token"), (4, 8, 2, 8, "block token head dim")),
-        # The one axis is innermost on both sides, and is one that transfers cut.
+        # Both sides have the same innermost axis, but transfers cut that axis.
         ((4, 2, 8, 8, "block head dim token"), (4, 8, 2, 8, "block dim head token")),
         ((4, 4, 8, 8, "block token dim head"), (4, 8, 4, 8, "block dim token head")),
         (
@@ -191,7 +229,7 @@ def test_packed_elements_whose_innermost_axis_is_cut_have_no_address(src, dst):
 
 
 def test_packed_elements_need_an_innermost_axis_of_whole_bytes():
-    """Three 4-bit elements: the second head would begin in the middle of a byte."""
+    """With three 4-bit elements, the second head would begin in the middle of a byte."""
     read, written = [
         CacheDesc(2, shape, DataType.DT_INT4, kv_tensor_format=axes)
         for shape, axes in (((4, 4, 2, 3), "NHD"), ((4, 2, 4, 3), "HND"))

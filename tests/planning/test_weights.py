@@ -1,9 +1,10 @@
-"""Weights on ranks: manifests that are read, and reshards that write each byte exactly once."""
+"""Weights on ranks: manifests are loaded, and reshards write each byte exactly once."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvplan import LLMException, Plan, reference
+from kvplan import DataType, LLMException, Plan, reference
 from kvplan.planning.weights import WeightPlacement, load_placement, plan_reshard
 from tests.planning.placements import SPLIT, fragment, local, manifest, rank, weights
 
@@ -27,7 +28,7 @@ def loaded(document: Document, folder: Path, name: str = "manifest.json") -> Wei
 def resharded(
     source: Document, target: Document, folder: Path, values: dict[str, NDArray[np.float32]]
 ) -> dict[str, Plan]:
-    """Plan a reshard, carry it out, and compare what each participant then has."""
+    """Plan a reshard, execute it, and compare the content of each participant."""
     plans = plan_reshard(loaded(source, folder), loaded(target, folder, "target.json"))
     for part in target["parts"]:
         found = {
@@ -79,7 +80,7 @@ def test_replicas_share_the_work(tmp_path: Path) -> None:
     assert [{part.source for part in plan.parts} for plan in plans.values()] == [{0}, {1}]
 
 
-def test_it_says_what_comes_from_where(tmp_path: Path) -> None:
+def test_the_text_names_the_source_of_each_part(tmp_path: Path) -> None:
     source, target = (loaded(manifest(tp), tmp_path) for tp in (4, 2))
     text = plan_reshard(source, target)["d0-p0-t1"].explain()
     layers = "parts layers.0.out.weight: source 2, layers.1.out.weight: source 2"
@@ -100,7 +101,7 @@ def test_memory_with_two_names_is_written_once(tmp_path: Path) -> None:
 
 
 def test_a_source_that_gives_two_boxes_has_two_parts(tmp_path: Path) -> None:
-    """As of a rank that holds queries and keys of one tensor, apart."""
+    """A rank with separate queries and keys has two boxes of one tensor."""
     source, target = manifest(1, split={"w": ((16, 2), 0)}), manifest(2, split={"w": ((16, 2), 0)})
     source["parts"][0]["fragments"] = [
         fragment("w", (first, 0), (4, 2), rank()) for first in (0, 4, 8, 12)
@@ -111,7 +112,7 @@ def test_a_source_that_gives_two_boxes_has_two_parts(tmp_path: Path) -> None:
 
 
 def test_each_box_of_a_target_is_filled(tmp_path: Path) -> None:
-    """Of boxes of one tensor, none is taken for another name of the one before."""
+    """Boxes of one tensor are not mistaken for aliases of the box before."""
     split: dict[str, tuple[tuple[int, ...], int | None]] = {"w": ((16, 2), 0)}
     source, target = manifest(2, split=split), manifest(1, split=split)
     boxes = [fragment("w", (first, 0), (4, 2), rank()) for first in (8, 0, 12, 4)]
@@ -125,6 +126,33 @@ def test_each_box_of_a_target_is_filled(tmp_path: Path) -> None:
     reference.execute(plan, [held[part.source or 0] for part in plan.parts], found)
     for box, filled in zip(boxes, found, strict=True):
         np.testing.assert_array_equal(filled, local(values, box))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "itemsize", "data_type"),
+    [
+        ("torch.bfloat16", 2, DataType.DT_BF16),
+        ("float64", 8, DataType.DT_DOUBLE),
+        ("float32", 2, DataType.DT_UINT8),  # another item size
+        ("complex64", 8, DataType.DT_UINT8),
+    ],
+)
+def test_elements_of_another_type_are_moved_as_bytes(
+    dtype: str, itemsize: int, data_type: DataType, tmp_path: Path
+) -> None:
+    split: dict[str, tuple[tuple[int, ...], int | None]] = {"w": ((6, 16, 2), 1)}
+    source, target = manifest(2, split=split), manifest(1, split=split)
+    for document in (source, target):
+        document["tensors"][0] |= {"dtype": dtype, "itemsize": itemsize}
+        for part in document["parts"]:
+            part["fragments"][0]["nbytes"] = prod(part["fragments"][0]["local_shape"]) * itemsize
+    plan = plan_reshard(loaded(source, tmp_path), loaded(target, tmp_path))["d0-p0-t0"]
+    assert {side.data_type for part in plan.parts for side in (part.src, part.dst)} == {data_type}
+    values = np.random.default_rng(3).integers(0, 256, (6, 16, 2 * itemsize), np.uint8)
+    (found,) = held = [np.zeros_like(values)]
+    halves = [values[:, :8].copy(), values[:, 8:].copy()]
+    reference.execute(plan, [halves[part.source or 0] for part in plan.parts], 2 * held)
+    np.testing.assert_array_equal(found, values)
 
 
 Change = Callable[[Document], None]
@@ -179,7 +207,7 @@ def test_a_manifest_is_refused_by_field_value_and_range(
         (SPLIT | {"embed.weight": ((64, 16), 0)}, r"tensor 'embed.weight': global_shape=(64, 16)"),
     ],
 )
-def test_what_is_not_the_same_tensor_is_refused(
+def test_a_different_tensor_is_refused(
     split: dict[str, tuple[tuple[int, ...], int | None]], message: str, tmp_path: Path
 ) -> None:
     target = loaded(manifest(2, split=split), tmp_path)
@@ -194,3 +222,18 @@ def test_inner_dimensions_that_are_both_split_are_refused(tmp_path: Path) -> Non
     )
     with pytest.raises(LLMException, match="two of which the first is the outermost"):
         plan_reshard(source, target)
+
+
+def test_a_dimension_of_any_length_is_checked_at_once(tmp_path: Path) -> None:
+    """The time of the check does not depend on the number of elements."""
+    nbytes, length = 2**62, 2**60
+    document = manifest(1, split={"flat": ((length,), 0)})
+    assert loaded(document, tmp_path).tensors[0].global_shape == (length,)
+    (held,) = document["parts"][0]["fragments"]
+    assert held["nbytes"] == nbytes
+    held["local_shape"], held["nbytes"] = [length - 1], nbytes - 4
+    with pytest.raises(LLMException, match=f"{length - 1} of its {length} elements"):
+        loaded(document, tmp_path)
+    document["tensors"][0]["global_shape"] = held["local_shape"] = [2**63]
+    with pytest.raises(LLMException, match="is not a WeightPlacementManifest"):
+        loaded(document, tmp_path)

@@ -1,4 +1,4 @@
-"""No byte is written twice: found without spelling out what repeats, and exactly."""
+"""Overlapping writes are found exactly, without expanding the repeats."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def holding(segments: Segments) -> Part:
 
 @st.composite
 def tables(draw: st.DrawFn) -> Segments:
-    """Up to six segments of up to two levels of repeats, in no order, within 600 bytes."""
+    """Draw up to six segments with up to two levels of repeats, unordered, within 600 bytes."""
     rows = draw(st.integers(1, 6))
     columns = [
         draw(st.lists(st.integers(low, high), min_size=rows, max_size=rows))
         for low, high in ((0, 40), (1, 6))
     ]
-    # Often on a grid, as the planner's are.
+    # Often on a grid, like the segments of the planner.
     grid = draw(st.sampled_from([1, 1, 4, 12]))
     levels = draw(st.integers(0, 2))
     repeats = [
@@ -48,16 +48,16 @@ def tables(draw: st.DrawFn) -> Segments:
 
 
 @given(tables())
-@example(  # the second reaches into the first's next row
+@example(  # the second reaches into the next row of the first
     Segments([0, 0], [0, 12], [10, 8], [([2, 2], 1, 16)])
 )
-@example(  # the last row of the first reaches into the next, which the second is in
+@example(  # the last row of the first reaches into the next one, which contains the second
     Segments([0, 0], [40, 98], [12, 4], [([2, 1], 1, 48)])
 )
 @example(  # the third is in a later row of the first, behind one that ends before it
     Segments([0, 0, 0], [0, 24, 48], [4, 4, 4], [([3, 1, 1], 1, 48)])
 )
-def test_what_is_written_twice_is_refused_and_nothing_else(segments: Segments) -> None:
+def test_exactly_the_overlapping_writes_are_refused(segments: Segments) -> None:
     written = [
         start + sum(step * stride for step, (_, _, stride) in zip(steps, levels, strict=True)) + i
         for start, nbytes, levels in (
@@ -75,8 +75,8 @@ def test_what_is_written_twice_is_refused_and_nothing_else(segments: Segments) -
 
 
 @given(tables())
-def test_a_table_with_repeats_says_what_its_runs_are(segments: Segments) -> None:
-    """Each answer about the short form is the answer about the long one."""
+def test_a_table_with_repeats_describes_its_runs(segments: Segments) -> None:
+    """Each answer about the short form equals the answer about the expanded form."""
     runs = segments.expanded()
     columns = segments.runs_at(np.arange(segments.num_runs))
     assert [*zip(*(column.tolist() for column in columns), strict=True)] == [*runs]
@@ -89,7 +89,7 @@ def test_a_table_with_repeats_says_what_its_runs_are(segments: Segments) -> None
 
 
 def test_the_runs_that_write_one_byte_are_named() -> None:
-    """Three heads of two tokens, a block apart from two tokens whose second is in its place."""
+    """Run 4 is the second one of segment 1, and run 9 is the only one of segment 2."""
     segments = Segments([0] * 3, [0, 100, 104], [4] * 3, [([3, 3, 1], 1, 20), ([1, 2, 1], 1, 4)])
     message = "runs 4 and 9 write the same destination bytes, from dst offset 104"
     with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
@@ -97,7 +97,7 @@ def test_the_runs_that_write_one_byte_are_named() -> None:
 
 
 MILLION = 2**20
-"""Tokens: with 8 heads of them, eight million runs."""
+"""A number of tokens: with 8 heads, they are eight million runs."""
 
 
 def rows_of(axes: str, tokens: int) -> CacheDesc:
@@ -118,7 +118,7 @@ NHD, HND = "block token head dim", "block head token dim"
         (rows_of(NHD, 16), rows_of("head block token dim", 16), MILLION),
     ],
 )
-def test_a_plan_of_a_million_tokens_comes_back_whole(
+def test_a_plan_of_a_million_tokens_is_restored_whole(
     src: CacheDesc, dst: CacheDesc, num_tokens: int
 ) -> None:
     blocks = np.random.default_rng(7)
@@ -136,7 +136,7 @@ def test_a_plan_of_a_million_tokens_comes_back_whole(
     assert again.fingerprint == plan.fingerprint
 
 
-def test_more_runs_than_can_be_compared_are_refused_where_they_reach_into_each_other() -> None:
+def test_too_many_interleaved_runs_to_compare_are_refused() -> None:
     half = MAX_COMPARED // 2 + 1
     space = CacheDesc(1, (1, 4 * half), INT8)
     apart = Segments([0, 0], [0, 2 * half], [1, 1], [([half, half], 1, 2)])

@@ -1,4 +1,4 @@
-"""Random transfers, and what the specification says they do: loops over rows, without a Plan.
+"""Random transfers, and their specified result: loops over rows, without a Plan.
 
 `Example.apply` is the second, independent oracle. It never sees offsets into a tensor, segments or
 coalescing: it moves bytes between rows of (rows, stride) arrays, as the reference describes it.
@@ -43,7 +43,7 @@ DATA_TYPES = [data_type for data_type in DataType if has_width(data_type)]
 
 @dataclass(frozen=True)
 class Move:
-    """Bytes [src_start, src_start + nbytes) of a source row to a place in a destination row."""
+    """Bytes from `src_start` on of a source row, and their place in a destination row."""
 
     src_row: int
     src_start: int
@@ -74,12 +74,12 @@ class Example:
 
     @property
     def within(self) -> bool:
-        """Whether source and destination are one cache."""
+        """True if source and destination are one cache."""
         return self.src is self.dst
 
     @property
     def reinterpret(self) -> bool:
-        """Whether it copies bytes whatever they are: of other rows, or of a layer that is short."""
+        """True if bytes of any meaning are copied: of unequal rows, or of a short layer."""
         of_rows = [
             (desc.data_type, desc.shape[desc.batch_dim_index + 1 :])
             for desc in (self.src, self.dst)
@@ -100,7 +100,7 @@ class Example:
         return len(self.tensor_pairs) * sum(move.nbytes for move in self.moves)
 
     def memory(self, seed: int = 0) -> tuple[Tensors, Tensors]:
-        """Source and destination tensors of random bytes; the same arrays for one cache."""
+        """Return source and destination tensors of random bytes; the same arrays for one cache."""
         rng = np.random.default_rng(seed)
         src, dst = (
             [
@@ -112,7 +112,7 @@ class Example:
         return (src, src) if self.within else (src, dst)
 
     def apply(self, src: Tensors, dst: Tensors) -> Tensors:
-        """Return what `dst` must be afterwards."""
+        """Return `dst` after the transfer."""
         before = [tensor.copy() for tensor in src]
         after = [tensor.copy() for tensor in dst]
         for src_tensor, dst_tensor in self.tensor_pairs:
@@ -125,7 +125,7 @@ class Example:
 
 @st.composite
 def rows(draw: st.DrawFn) -> tuple[DataType, tuple[int, ...]]:
-    """A data type and the dimensions of a row of it that is whole bytes."""
+    """Draw a data type, and the dimensions of a row of whole bytes."""
     data_type = draw(st.sampled_from(DATA_TYPES))
     dims = draw(st.lists(st.integers(1, 3), max_size=2))
     whole = 8 // np.gcd(8, data_type.bits * int(np.prod(dims, dtype=int)))
@@ -153,10 +153,10 @@ def desc_of(
 
 @st.composite
 def layer_choices(draw: st.DrawFn) -> tuple[int, int, KvCacheExtParam, list[tuple[int, int]]]:
-    """Numbers of tensors of both sides, layers, and the tensor pairs that these mean."""
+    """Draw numbers of tensors of both sides, layers, and the tensor pairs that they stand for."""
     per_layer = draw(st.integers(1, 3))
     if draw(st.booleans()):
-        # No range: all tensors, of which a layer may lack some.
+        # Without a range: all tensors, of which the last layer may lack some.
         num_tensors = draw(st.integers(per_layer, 3 * per_layer))
         spelled = draw(st.sampled_from([None, (-1, -1)]))
         layers = KvCacheExtParam(spelled, draw(st.sampled_from([None, (-1, -1)])), per_layer)
@@ -191,7 +191,7 @@ def slot_to_slot(draw: st.DrawFn) -> Example:
     src_row, dst_row = (draw(st.integers(0, desc.batch_size - 1)) for desc in (src, dst))
     src_offset, dst_offset = (draw(st.integers(0, desc.stride - 1)) for desc in (src, dst))
     room = [src.stride - src_offset, dst.stride - dst_offset]
-    # None: the local row, from its offset on, has to find room or bytes in the other one.
+    # None stands for the local row from its offset on, which must fit the other one.
     whole = room[1] if local == "dst" else room[0]
     if whole == min(room) and draw(st.booleans()):
         nbytes, given = whole, None
@@ -233,7 +233,7 @@ def block_to_block(draw: st.DrawFn) -> Example:
 
 @st.composite
 def slot_to_blocks(draw: st.DrawFn) -> Example:
-    """The slot is cut into chunks of one block; the last one may be short."""
+    """Draw a slot that is cut into chunks of one block; the last chunk may be short."""
     local = draw(st.sampled_from(LOCALS))
     src_tensors, dst_tensors, layers, pairs = draw(layer_choices())
     src, dst = desc_of(draw, src_tensors, draw(rows())), desc_of(draw, dst_tensors, draw(rows()))
@@ -261,7 +261,7 @@ def slot_to_blocks(draw: st.DrawFn) -> Example:
 
 @st.composite
 def inside_one_cache(draw: st.DrawFn) -> Example:
-    """What is read and what is written are two sets of blocks."""
+    """Draw two disjoint sets of blocks of one cache: one to read, and one to write."""
     num_tensors = draw(st.integers(1, 5))
     desc = desc_of(draw, num_tensors, draw(rows()), min_rows=2)
     order = draw(st.permutations(range(desc.batch_size)))

@@ -1,4 +1,4 @@
-"""Caches of one model that lie differently in memory, and what a transfer between them must do.
+"""Caches of one model with different layouts in memory, and an oracle of their transfers.
 
 The oracle knows axis names only: a view of each layer's keys or values is transposed into (row,
 token, head, dim) and indexed by NumPy. It shares no arithmetic with planning.
@@ -34,7 +34,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Cache:
-    """How one process keeps its part of a model's cache."""
+    """The part of a model's cache that one process keeps."""
 
     model: Model
     axes: tuple[str, ...]
@@ -43,11 +43,11 @@ class Cache:
     layers: range
     heads: range
     held: Interleaved | range | None = None  # tokens of each request; None: all
-    gap: int = 0  # elements of others after each row
+    gap: int = 0  # foreign elements after each row
 
     @property
     def row(self) -> str:
-        """Its axis of rows: block, or slot of a contiguous cache."""
+        """The axis of rows: block, or slot of a contiguous cache."""
         return "slot" if "slot" in self.axes else "block"
 
     @property
@@ -78,7 +78,7 @@ class Cache:
 
     @property
     def _row_stride(self) -> int:
-        """Bytes; of packed elements at least as many as there are."""
+        """Distance of rows in bytes; with packed elements at least their number."""
         return -(-self._strides(self.axes.index(self.row)) * self.model.data_type.bits // 8)
 
     @property
@@ -86,7 +86,7 @@ class Cache:
         return np.dtype(DTYPES[self.model.data_type]).itemsize
 
     def _strides(self, axis: int) -> int:
-        """Elements from one index of an axis to the next."""
+        """Return the number of elements from one index of an axis to the next."""
         lengths = {
             self.row: self.rows,
             "token": self.tokens,
@@ -105,7 +105,7 @@ class Cache:
         return step
 
     def tensors(self, seed: int) -> list[np.ndarray]:
-        """Arrays of the shape of the cache; with a gap flat ones, of all bytes."""
+        """Return arrays of the shape of the cache, or with a gap flat arrays of all bytes."""
         desc = self.desc
         dtype = DTYPES[desc.data_type]
         random = np.random.default_rng(seed)
@@ -118,14 +118,14 @@ class Cache:
         ]
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
-        """The array of the shape of the cache that a tensor holds."""
+        """Return the array in a tensor with the shape of the cache."""
         if not self.gap:
             return tensor
         steps = [self._strides(axis) * self._itemsize for axis in range(len(self.axes))]
         return np.lib.stride_tricks.as_strided(tensor, self.desc.shape, steps)
 
     def named(self, tensors: list[np.ndarray], layer: int, kv: int) -> np.ndarray:
-        """A writable view (row, token, head, dim) of a layer of the model."""
+        """Return a writable view (row, token, head, dim) of a layer of the model."""
         apart = [axis for axis in ("layer", "kv") if axis not in self.axes]
         at = {"layer": layer - self.layers.start, "kv": kv}
         counts = {"layer": len(self.layers), "kv": self.model.kv}
@@ -155,7 +155,7 @@ def expected(
     dst_token: int,
     num_tokens: int,
 ) -> list[np.ndarray]:
-    """What the destination holds after the transfer."""
+    """Return the destination after the transfer."""
     result = [tensor.copy() for tensor in dst_tensors]
     positions = np.arange(num_tokens)
     read_rows = np.repeat(src_blocks, src.tokens)[positions + src_token]
@@ -177,7 +177,7 @@ def of_one_request(
     src: Cache, dst: Cache, src_blocks: list[int], dst_blocks: list[int], src_token: int,
     dst_token: int,
 ) -> tuple[list[int], list[int], int]:  # fmt: skip
-    """Cut the longer of two tables, so that both end with the same token; and return its number."""
+    """Cut the longer table to the last token of the shorter one, and count the tokens."""
     last = min(len(src_blocks) * src.tokens - src_token, len(dst_blocks) * dst.tokens - dst_token)
     return (
         src_blocks[: -(-(src_token + last) // src.tokens)],
@@ -187,7 +187,7 @@ def of_one_request(
 
 
 def parts(total: int) -> st.SearchStrategy[range]:
-    """A non-empty range of [0, total)."""
+    """Return a strategy of non-empty ranges within [0, total)."""
     return st.tuples(st.integers(0, total - 1), st.integers(1, total)).map(
         lambda value: range(value[0], min(total, value[0] + value[1]))
     )

@@ -1,4 +1,4 @@
-"""What a benchmark says where it cannot measure, and that its C programs compile without a word."""
+"""Benchmarks: unmeasured rows, the table of the page, and C programs without warnings."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_a_row_that_cannot_be_measured_names_the_missing_requirement(
         raise OSError("an end says nothing\nand more")
 
     monkeypatch.setattr(command, "ROWS", topic)
-    kept: list[str] = []  # as soon as each is measured: a run that is killed keeps them
-    *rows, failed = command.measure(list(topic), True, kept.append)
+    rows_json: list[str] = []  # each row is kept as soon as it is measured: a killed run loses none
+    *rows, failed = command.measure(list(topic), True, rows_json.append)
     assert failed == Blank("broken", "failed: an end says nothing", met=False)
     assert [row.met for row in rows] == [True, True]
-    assert len(kept) == 3
+    assert len(rows_json) == 3
     assert (
-        kept[:2]
+        rows_json[:2]
         == [row.to_json() for row in rows]
         == [
             '{"name": "over_peer", "unmeasured": "the peers are not installed: make bench-peers"}',
@@ -71,7 +71,7 @@ def test_a_run_replaces_the_table_of_the_page_and_nothing_else(tmp_path: Path) -
     ]
 
     def pull() -> None:
-        """A pull.
+        """Pull blocks.
 
         Details.
         """
@@ -89,19 +89,19 @@ def test_a_run_replaces_the_table_of_the_page_and_nothing_else(tmp_path: Path) -
     assert text.endswith(f"{page.END}\n\n## After\n")
     assert "| old |" not in text
     assert [line for line in text.splitlines() if line.startswith("| `")] == [
-        "| `pull` | A pull. | 9 us | 6 us | 1.50 | at most 1 | **missed** |",
-        "| `push` | A pull. | 3 GB/s | 2 GB/s | 1.50 | at least 1.25 | met |",
-        "| `count` | A pull. | 4 calls | 8 calls | 0.50 |  |  |",
+        "| `pull` | Pull blocks. | 9 us | 6 us | 1.50 | at most 1 | **missed** |",
+        "| `push` | Pull blocks. | 3 GB/s | 2 GB/s | 1.50 | at least 1.25 | met |",
+        "| `count` | Pull blocks. | 4 calls | 8 calls | 0.50 |  |  |",
     ]
     assert "Not measured (no peer): `over_peer`." in text
     assert "Not measured (not asked for in this run): `left_out`." in text
-    page.write(run, measures, shown)  # again: the same
+    page.write(run, measures, shown)  # a second write changes nothing
     assert shown.read_text() == text
 
 
 def test_a_run_of_some_rows_replaces_these_and_names_its_machine(tmp_path: Path) -> None:
     def measured() -> None:
-        """A time."""
+        """Measure a time."""
 
     def replace(some: bool, *rows: Row | Blank) -> list[str]:
         lines = [json.dumps(page.machine(quick=False, some=some)), *(row.to_json() for row in rows)]
@@ -123,9 +123,9 @@ def test_a_run_of_some_rows_replaces_these_and_names_its_machine(tmp_path: Path)
         True, Blank("first", "no peer"), Row("second", 2, "us", 1), Row("third", 4, "us", 1)
     )
     assert [line.split(" |")[:3] for line in lines[1:4]] == [
-        ["| `first`", " A time.", " 1 us"],
-        ["| `second`", " A time.", " 2 us"],
-        ["| `third`", " A time.", " 4 us"],
+        ["| `first`", " Measure a time.", " 1 us"],
+        ["| `second`", " Measure a time.", " 2 us"],
+        ["| `third`", " Measure a time.", " 4 us"],
     ]
     assert lines[4] == "Not measured (no peer): `fourth`."
     assert re.fullmatch(r"Measured later \(.+ cores, .+\): `second`, `third`\.", lines[5])
@@ -151,9 +151,9 @@ def test_every_row_has_one_name_and_one_topic() -> None:
 
 @pytest.mark.slow
 def test_benchmarks_tools_and_examples_use_names_that_exist() -> None:
-    """Most run on request only: a name that has gone from kvplan would not be missed for long.
+    """Most programs run on request only, so nothing else would notice a removed name.
 
-    With the options of `make types`, whose cache it then finds.
+    The options are those of `make types`, whose cache is shared.
     """
     checked = subprocess.run(
         [
@@ -171,8 +171,8 @@ def test_benchmarks_tools_and_examples_use_names_that_exist() -> None:
     )
     assert re.search(r"\(checked [0-9]+ source files\)|no issues found", checked.stdout), checked
     gone = re.compile(r"\[(attr-defined|call-arg|name-defined|import-not-found)\]$")
-    # What `make bench-peers`, `make wheels`, `make vllm` and `make sglang` install in environments
-    # of their own, what users have, and what `python -m kvplan.run` provides.
+    # Modules from other environments (`make bench-peers`, `make wheels`, `make vllm`, `make
+    # sglang`), of users, and from `python -m kvplan.run`.
     elsewhere = re.compile(
         r' module named "(nixl_cu1[23]|mooncake\.engine|elftools\..+|cupy|torch|aiohttp'
         r"|transformers|safetensors\.numpy|vllm\..+|sglang\..+|hixl|llm_datadist"
@@ -180,3 +180,9 @@ def test_benchmarks_tools_and_examples_use_names_that_exist() -> None:
     )
     lines = [line for line in checked.stdout.splitlines() if not elsewhere.search(line)]
     assert [line for line in lines if gone.search(line)] == []
+
+
+def test_the_appendix_of_the_page_stays_short() -> None:
+    shown = (Path(__file__).parents[2] / "docs/internals/performance.md").read_text()
+    appendix = shown.partition("\n## Appendix")[2].splitlines()
+    assert 10 < len(appendix) <= 100

@@ -47,8 +47,8 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_a_check_that_fails_ends_no_other_and_is_found_at_the_end(tmp_path: Path) -> None:
-    """With programs that stand for the checks, and stamps that say that they are installed."""
+def test_a_failing_check_stops_no_other_and_is_reported_last(tmp_path: Path) -> None:
+    """Stub programs stand for the checks, and stamps for their installation."""
     for name in ("setup.py", "pyproject.toml", "requirements/constraints.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -60,8 +60,12 @@ def test_a_check_that_fails_ends_no_other_and_is_found_at_the_end(tmp_path: Path
     program(tmp_path / ".venv/bin/pytest", "echo 'all passed'")
     for name in ("ready", "dev", "browser", "weights"):
         (tmp_path / ".venv" / name).touch()
-    kept = {name: text for name, text in os.environ.items() if name not in ("MAKEFLAGS", "TESTS")}
-    done = subprocess.run(["make", "test"], cwd=tmp_path, env=kept, capture_output=True, text=True)
+    environment = {
+        name: text for name, text in os.environ.items() if name not in ("MAKEFLAGS", "TESTS")
+    }
+    done = subprocess.run(
+        ["make", "test"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     for text in (
         "error: wrong type",
         "all passed",
@@ -74,7 +78,7 @@ def test_a_check_that_fails_ends_no_other_and_is_found_at_the_end(tmp_path: Path
     assert "make test has failed" in done.stderr.splitlines()[-2]
 
 
-def test_a_python_that_was_named_and_cannot_be_had_is_a_failure(tmp_path: Path) -> None:
+def test_a_requested_python_that_is_missing_is_a_failure(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "tools/pythons.py", "3.14t"],
         env={"PATH": "", "HOME": str(tmp_path)},

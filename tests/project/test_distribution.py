@@ -1,4 +1,4 @@
-"""The sdist and the wheel: complete, and working where nothing else of the project is."""
+"""The sdist and the wheel: complete, and working without the rest of the project."""
 
 import shutil
 import tarfile
@@ -58,14 +58,14 @@ def test_the_sdist_has_every_source_and_nothing_built(dist: Path) -> None:
 
 
 def test_the_clean_installation_plans_and_transfers(python: Path, tmp_path: Path) -> None:
-    """By what `make wheels` tries each wheel with."""
+    """`make wheels` tries each wheel with the same program."""
     program = shutil.copy(ROOT / "tools" / "try_wheel.py", tmp_path)
-    said = run([python, "-W", "error", program], cwd=tmp_path)
+    output = run([python, "-W", "error", program], cwd=tmp_path)
     modules = [*ROOT.glob("kvnative/*.pyx"), *ROOT.glob("kvnative/[a-z]*.py")]
-    assert f"{len(modules)} modules imported from {python.parents[1]}" in said
-    assert "<Plan pull_blocks B2B" in said
-    assert said.count("all bytes as expected") == 2
-    assert "$ kvplan info" in said
+    assert f"{len(modules)} modules imported from {python.parents[1]}" in output
+    assert "<Plan pull_blocks B2B" in output
+    assert output.count("all bytes as expected") == 2
+    assert "$ kvplan info" in output
 
 
 def test_the_clean_installation_runs_programs_of_llm_datadist(python: Path, tmp_path: Path) -> None:
@@ -77,10 +77,10 @@ def test_the_clean_installation_runs_programs_of_llm_datadist(python: Path, tmp_
         "from llm_datadist import *\n"
         "print(CacheDesc.__module__, LLMDataDist(LLMRole.PROMPT, 1).cluster_id)\n"
     )
-    said = run([python, "-W", "error", "-m", "kvplan.run", program], cwd=tmp_path).splitlines()
-    assert said[2:] == ["kvplan.llm_datadist.v2.caches 1"]
-    assert len(said) == 3
-    assert all(Path(text).is_relative_to(python.parents[1]) for text in said[:2])
+    output = run([python, "-W", "error", "-m", "kvplan.run", program], cwd=tmp_path).splitlines()
+    assert output[2:] == ["kvplan.llm_datadist.v2.caches 1"]
+    assert len(output) == 3
+    assert all(Path(text).is_relative_to(python.parents[1]) for text in output[:2])
 
 
 def test_a_backend_can_be_written_against_the_installed_headers(

@@ -24,12 +24,15 @@ FIRST_WORDS = re.compile(
     "(What|Whether|How|Where|Which|Why|Who|Whose|When|That|Those|As|Of|To|For|Nothing|Nobody)$"
 )
 
+# Sentences that continue the name of a test, or need a noun that is not there.
+CONTINUATIONS = re.compile("(It|Nor|And|But|Also|So|Still|Or|Then|Else|Not|Neither)$")
+
 WORDS = (
     "nobody|somebody|whoever|anybody|those who|that which|is told|are told|another life|gravest"
     "|foretells?|once more|is no [a-z]+|are no [a-z]+"
 )
 
-# The shapes of what is certainly no imperative.
+# Shapes of first words that cannot be imperatives.
 NOT_IMPERATIVE = re.compile(
     r"(A|An|The|One|All|Any|Each|Every|It|Its|This|`.*|[A-Z]+_.*|[A-Z]\w+s)$"
 )
@@ -38,7 +41,7 @@ PROPERTIES = {"property", "cached_property", "functools.cached_property"}
 
 
 class Text(NamedTuple):
-    """A docstring or a comment, and the kind of what it describes."""
+    """A docstring or a comment, and the kind of its object."""
 
     text: str
     kind: str
@@ -59,12 +62,17 @@ def docstrings(tree: ast.Module) -> Iterator[Text]:
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        is_property = is_function and PROPERTIES & {*map(ast.unparse, node.decorator_list)}
+        decorators = node.decorator_list if is_function else []
+        is_test = is_function and (
+            node.name.startswith("test_") or "fixture" in "".join(map(ast.unparse, decorators))
+        )
+        is_property = is_function and PROPERTIES & {*map(ast.unparse, decorators)}
         for before, statement in zip([None, *node.body], node.body, strict=False):
             if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Constant):
                 continue
             if isinstance(text := statement.value.value, str):
-                kind = "function" if is_function and not is_property else "thing"
+                is_called = is_function and not is_property and not is_test
+                kind = "function" if is_called else "thing"
                 yield Text(inspect.cleandoc(text), "attribute" if before is not None else kind)
 
 
@@ -105,6 +113,16 @@ def long_sentences(source: str) -> Iterator[str]:
                 yield sentence
 
 
+def long_sentences_of_page(page: str) -> Iterator[str]:
+    """Yield the long sentences of a page: of its paragraphs, items of lists and cells of tables."""
+    prose = re.sub(r"```.*?```", "\n\n", page, flags=re.DOTALL)
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-|#*]|\d+\.) ?)|(?<=.) \| (?=.)", prose):
+        words = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "`code`", block))
+        for sentence in re.split(r"(?<=[.:;?!])[)*]*\s", " ".join(words.split())):
+            if len(sentence.split()) > MAX_WORDS:
+                yield sentence
+
+
 def pronouns(source: str) -> Iterator[str]:
     """Yield each variable or parameter `it`."""
     for node in ast.walk(ast.parse(source)):
@@ -125,6 +143,48 @@ def test_no_room_breaks_a_rule(check: Callable[[str], Iterator[str]]) -> None:
     assert not {room: texts for room, texts in found.items() if texts}
 
 
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "tools"])
+def test_first_lines_and_words_beside_the_library_are_plain(folder: str) -> None:
+    found = {
+        str(path.relative_to(ROOT)): wrong
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for source in [path.read_text()]
+        if (wrong := [*bad_first_words(source), *bad_words(source)])
+    }
+    assert not found
+
+
+def test_first_lines_and_words_of_tests_are_plain() -> None:
+    """A docstring of a test or a fixture is a sentence or a noun, not an imperative."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if path == Path(__file__):
+            continue
+        source = path.read_text()
+        texts = [doc.text for doc in docstrings(ast.parse(source))]
+        bad = [*bad_first_words(source)]
+        bad += [text for text in texts if CONTINUATIONS.match(text.split()[0].rstrip(".,:;"))]
+        text = "\n".join([*texts, *re.findall(r"#.*", source)])  # to tokenize all takes a minute
+        bad += re.findall(rf"\b(?:{WORDS})\b", text)
+        if bad:
+            found[str(path.relative_to(ROOT))] = bad
+    assert not found
+
+
+def pages() -> Iterator[Path]:
+    yield from sorted((ROOT / "docs").rglob("*.md"))
+    yield from (ROOT / name for name in ("README.md", "examples/README.md"))
+
+
+def test_no_page_has_a_long_sentence() -> None:
+    found = {
+        str(page.relative_to(ROOT)): wrong
+        for page in pages()
+        if (wrong := [*long_sentences_of_page(page.read_text())])
+    }
+    assert not found, f"sentences of more than {MAX_WORDS} words"
+
+
 @pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples", "kvnative", "tests", "tools"])
 def test_no_variable_is_called_it(folder: str) -> None:
     found = {
@@ -135,7 +195,7 @@ def test_no_variable_is_called_it(folder: str) -> None:
     assert not found, "name variables after what they hold"
 
 
-def test_each_kind_of_bad_english_would_be_seen() -> None:
+def test_each_kind_of_bad_english_is_detected() -> None:
     source = (
         '"""A module."""\n'
         "def f(it):  # nobody waits\n"
@@ -149,3 +209,5 @@ def test_each_kind_of_bad_english_would_be_seen() -> None:
     assert [*pronouns(source)] == ["line 2"]
     assert [*long_sentences(f'"""{"word " * 31}end."""')] != []
     assert [*long_sentences(f'"""{"word " * 29}end."""')] == []
+    assert [*long_sentences_of_page(f"# Title\n\n- Short.\n- {'word ' * 31}end.\n")] != []
+    assert [*long_sentences_of_page(f"{'word ' * 29}end.\n| {'cell | ' * 31}\n")] == []

@@ -1,4 +1,4 @@
-"""A short `make fuzz`: the parser, server and client of the transport tcp, on changed frames."""
+"""A short `make fuzz`: changed frames for the parser, server and client of transport tcp."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_the_fuzzer_finds_nothing() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         ["make", "fuzz", "FUZZ_COUNT=30000", "FUZZ_SECONDS=1"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr
-    assert "parser: 30000 inputs" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "parser: 30000 inputs" in process.stdout

@@ -1,4 +1,4 @@
-"""What the guides list is what there is: they cannot fall behind the code."""
+"""Guides that list names of the code: they must agree with it."""
 
 import re
 import subprocess
@@ -25,16 +25,16 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PARTS = ("how-to", "reference")
 
-EXAMPLES_OF_NAMES = {"_name.pyx", "name.c", "test_x.py"}
-"""Of files that a reader is to make."""
+PLACEHOLDERS = {"_name.pyx", "name.c", "test_x.py"}
+"""Placeholders for files that a reader creates."""
 
 
-def test_the_tables_of_options_are_as_their_rows_say() -> None:
+def test_the_tables_of_options_agree_with_their_rows() -> None:
     wrong = [page.name for page in PAGES if written(page, text := page.read_text()) != text]
     assert wrong == [], "run `make options`"
 
 
-def test_another_default_would_be_seen() -> None:
+def test_a_wrong_default_in_a_table_is_detected() -> None:
     page = DOCS / "reference/options.md"
     text = page.read_text()
     other = text.replace("| `max_links` | 512 |", "| `max_links` | 511 |")
@@ -67,8 +67,8 @@ def test_every_call_is_in_the_guide() -> None:
 
 
 def test_no_page_names_a_removed_name() -> None:
-    """Not of the changelog and the decisions, which say what was before."""
-    gone = re.compile(
+    """The changelog and the decisions are excepted, because they describe the past."""
+    removed = re.compile(
         r"\b(GroupPlan|RangePlan|memory_report|peer_caches\(|lease_slot|read_cache|TRANSPORT_COSTS"
         r"|timeline\.html|kvplan (bench|estimate|html|completion)\b|tuning=stored)|plan\.groups"
         r"|pip install kvplan(?![\w-])"
@@ -76,11 +76,11 @@ def test_no_page_names_a_removed_name() -> None:
     pages = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("examples/**/*.md")]
     pages = [page for page in pages if page.name != "CHANGELOG.md" and page.parent.name != "adr"]
     assert len(pages) > 40
-    found = [(page.name, word[0]) for page in pages for word in gone.finditer(page.read_text())]
+    found = [(page.name, word[0]) for page in pages for word in removed.finditer(page.read_text())]
     assert found == []
 
 
-def test_no_merge_has_left_its_markers_in_a_text() -> None:
+def test_no_text_has_conflict_markers() -> None:
     texts = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "tests/README.md"]
     marked = [
         path.name
@@ -100,21 +100,21 @@ def test_every_file_that_the_architecture_names_exists() -> None:
 @pytest.mark.parametrize("page", ["docs/internals/architecture.md", "CONTRIBUTING.md"])
 def test_every_file_that_a_guide_names_without_a_folder_exists(page: str) -> None:
     files = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
-    there = {Path(file).name for file in files}
+    existing = {Path(file).name for file in files}
     named = set(
         re.findall(r"`(?:[\w/]+/)?(\w+\.(?:py|pyx|pxd|c|h|cu))`", (ROOT / page).read_text())
     )
     assert len(named) > 5
-    assert sorted(named - there - EXAMPLES_OF_NAMES) == []
+    assert sorted(named - existing - PLACEHOLDERS) == []
 
 
-def test_versions_that_work_together_are_those_of_the_code() -> None:
+def test_the_page_of_compatible_versions_agrees_with_the_code() -> None:
     page = (DOCS / "reference/compatibility.md").read_text()
     tags = [str(item.Metadata.__struct_config__.tag) for item in (local, tcp, ucx, hccl)]
-    said = ", ".join("`{}` {}".format(*tag.removeprefix("kvplan.").split()) for tag in tags)
+    versions = ", ".join("`{}` {}".format(*tag.removeprefix("kvplan.").split()) for tag in tags)
     assert f"| control protocol | {PROTOCOL_VERSION} |" in page
     protocol = (DOCS / "internals/control-protocol.md").read_text()
     assert f"version: 1 byte ({PROTOCOL_VERSION})" in protocol
-    assert f"| metadata of a transport | {said} |" in page
+    assert f"| metadata of a transport | {versions} |" in page
     assert f"`schema_version` {SCHEMA_VERSION} |" in page
     assert f"`{MAGIC.decode().strip()}`" in page

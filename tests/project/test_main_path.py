@@ -1,4 +1,4 @@
-"""How many Python calls, through how many files, lie between a pull and the native call."""
+"""The number of Python calls and files between a pull and the native call."""
 
 import gc
 import os
@@ -26,50 +26,50 @@ from kvplan import (
 )
 from tests.datadist.peer import Peer
 
-MOST = {
+LIMITS = {
     "pull_blocks": (6, 4),
     "push_blocks": (6, 4),
     "pull_cache": (7, 4),
     "push_cache": (7, 4),
-    "operation": (29, 10),  # more than moves at once
-    "planned": (71, 19),  # something needs a plan, as an order of its segments
+    "operation": (29, 10),  # too many bytes for an inline copy
+    "planned": (71, 19),  # the order of its segments needs a plan
     "submit": (36, 12),
     "layered": (50, 13),  # four layers
-    "groups": (49, 13),  # two caches
+    "groups": (50, 13),  # two caches
 }
-"""Calls and files of each, in the calling thread."""
+"""Calls and files of each operation, in the calling thread."""
 
 PACKAGE = Path(kvplan.__file__).parent
 DESC = CacheDesc(4, (8, 1024), DataType.DT_FLOAT)
 LARGE = CacheDesc(2, (100_000, 16), DataType.DT_INT8)
-THERE, HERE = [1, 2, 5], [0, 3, 4]
-ALL = [*range(8)]  # more than is moved at once
+THEIR_BLOCKS, OWN_BLOCKS = [1, 2, 5], [0, 3, 4]
+ALL_BLOCKS = [*range(8)]  # more than an inline copy moves
 
 
-class Seen(NamedTuple):
-    """A call of a function of kvplan: how deep below the first, in which file, and which."""
+class Call(NamedTuple):
+    """A call of a function of kvplan: its depth below the first one, its file and its name."""
 
     depth: int
     file: str
     function: str
 
 
-def calls_of(action: Callable[[], object]) -> list[Seen]:
+def calls_of(action: Callable[[], object]) -> list[Call]:
     """Return the calls of Python functions of kvplan that `action` makes, in this thread."""
-    seen: list[Seen] = []
+    seen: list[Call] = []
     folder = str(PACKAGE) + os.sep
 
-    def look(frame: FrameType, event: str, _: object) -> None:
+    def record(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(folder):
             depth, outer = 0, frame.f_back
             while outer is not None and outer.f_code.co_filename.startswith(folder):
                 depth, outer = depth + 1, outer.f_back
-            seen.append(Seen(depth, code.co_filename.removeprefix(folder), code.co_qualname))
+            seen.append(Call(depth, code.co_filename.removeprefix(folder), code.co_qualname))
 
     before = sys.getprofile()
-    gc.disable()  # what other tests have left ends in calls, too
-    sys.setprofile(look)
+    gc.disable()  # a collection would call finalizers of other tests' objects
+    sys.setprofile(record)
     try:
         action()
     finally:
@@ -101,12 +101,16 @@ def operations() -> Iterator[dict[str, Callable[[], object]]]:
             paged, contiguous = user.allocate_blocks_cache(DESC), user.allocate_cache(DESC)
             lease = BlockLease.from_bytes(blob)
             theirs, slot = CacheIndex(1, blocks), CacheIndex(1, slots, 2)
-            many, all_of_it = user.allocate_blocks_cache(LARGE), CacheIndex(1, large)
-            pull = Transfer(Rows(theirs, THERE), Rows(paged, HERE))
+            many, large_remote = user.allocate_blocks_cache(LARGE), CacheIndex(1, large)
+            pull = Transfer(Rows(theirs, THEIR_BLOCKS), Rows(paged, OWN_BLOCKS))
             push = Transfer(
-                Rows(paged, HERE), Rows(theirs, THERE), layers=KvCacheExtParam(None, None, 1)
+                Rows(paged, OWN_BLOCKS),
+                Rows(theirs, THEIR_BLOCKS),
+                layers=KvCacheExtParam(None, None, 1),
             )
-            other = Transfer(Rows(CacheIndex(1, second), THERE), Rows(user_second, HERE))
+            other = Transfer(
+                Rows(CacheIndex(1, second), THEIR_BLOCKS), Rows(user_second, OWN_BLOCKS)
+            )
 
             def move_layers() -> None:
                 task = user.layered(push)
@@ -118,16 +122,18 @@ def operations() -> Iterator[dict[str, Callable[[], object]]]:
                 "submit": lambda: user.submit(pull).wait(),
                 "layered": move_layers,
                 "groups": lambda: user.run({"one": pull, "two": other}),
-                "pull_blocks": lambda: user.pull_blocks(theirs, paged, THERE, HERE),
-                "run": lambda: user.run(Transfer(Rows(theirs, ALL), Rows(paged, ALL))),
-                "lease": lambda: user.pull_blocks(lease, paged, None, HERE, tag="request"),
-                "push_blocks": lambda: user.push_blocks(paged, theirs, HERE, THERE),
-                "operation": lambda: user.pull_blocks(theirs, paged, ALL, ALL),
+                "pull_blocks": lambda: user.pull_blocks(theirs, paged, THEIR_BLOCKS, OWN_BLOCKS),
+                "run": lambda: user.run(
+                    Transfer(Rows(theirs, ALL_BLOCKS), Rows(paged, ALL_BLOCKS))
+                ),
+                "lease": lambda: user.pull_blocks(lease, paged, None, OWN_BLOCKS, tag="request"),
+                "push_blocks": lambda: user.push_blocks(paged, theirs, OWN_BLOCKS, THEIR_BLOCKS),
+                "operation": lambda: user.pull_blocks(theirs, paged, ALL_BLOCKS, ALL_BLOCKS),
                 "planned": lambda: user.pull_blocks(
-                    theirs, paged, THERE, HERE, coalesce=Coalesce.CALLER_ORDER
+                    theirs, paged, THEIR_BLOCKS, OWN_BLOCKS, coalesce=Coalesce.CALLER_ORDER
                 ),
                 "many": lambda: user.pull_blocks(
-                    all_of_it, many, [*range(64)], [*range(99_999, 99_935, -1)]
+                    large_remote, many, [*range(64)], [*range(99_999, 99_935, -1)]
                 ),
                 "pull_cache": lambda: user.pull_cache(slot, contiguous, 1),
                 "push_cache": lambda: user.push_cache(contiguous, slot, 1),
@@ -136,13 +142,13 @@ def operations() -> Iterator[dict[str, Callable[[], object]]]:
         peer.close()
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", LIMITS)
 def test_the_main_path_is_short(operations: dict[str, Callable[[], object]], name: str) -> None:
-    """A reader follows it from the public call to the native one: each call is one jump."""
+    """A reader follows the path from the public call to the native one; each call is one jump."""
     operation = operations[name]
     operation()
     seen = calls_of(operation)
-    max_calls, max_files = MOST[name]
+    max_calls, max_files = LIMITS[name]
     files = sorted({item.file for item in seen})
     listed = "\n".join(
         [
@@ -158,10 +164,10 @@ def test_the_main_path_is_short(operations: dict[str, Callable[[], object]], nam
     assert len(files) <= max_files, listed
 
 
-def test_small_transfers_move_at_once(operations: dict[str, Callable[[], object]]) -> None:
-    """No operation is begun for them."""
+def test_small_transfers_move_inline(operations: dict[str, Callable[[], object]]) -> None:
+    """A transfer that moves inline makes no `Operation`."""
     for name in ("pull_blocks", "lease", "push_blocks", "pull_cache", "push_cache", "many"):
-        operations[name]()  # by which their link knows the pair
+        operations[name]()  # the link remembers the pair from this call on
         functions = [item.function for item in calls_of(operations[name])]
         assert "move_now" in functions
         assert "Operation.__init__" not in functions
@@ -170,9 +176,9 @@ def test_small_transfers_move_at_once(operations: dict[str, Callable[[], object]
 def test_a_name_of_the_interface_is_one_call_above_the_verb(
     operations: dict[str, Callable[[], object]],
 ) -> None:
-    """It builds a transfer and runs it: whatever runs a transfer runs it in the same way."""
-    of_name, of_verb = (
+    """The name only builds a transfer and runs it, so all transfers run in the same way."""
+    by_name, by_verb = (
         [item.function for item in calls_of(operations[name])] for name in ("operation", "run")
     )
-    assert of_name == ["InterfaceOperations.pull_blocks", "InterfaceOperations._move", *of_verb]
-    assert of_verb[0] == "TransferOperations.run"
+    assert by_name == ["InterfaceOperations.pull_blocks", "InterfaceOperations._move", *by_verb]
+    assert by_verb[0] == "TransferOperations.run"

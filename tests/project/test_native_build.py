@@ -1,4 +1,4 @@
-"""The built modules are what setup.py promises; sanitized builds run the last test once more."""
+"""The built modules keep the promises of setup.py, and sanitized builds those of their own."""
 
 import functools
 import importlib
@@ -14,8 +14,8 @@ import kvnative
 
 SANITIZERS = {"address": "__asan_", "undefined": "__ubsan_", "thread": "__tsan_"}
 MODULES = sorted(Path(kvnative.__file__).parent.glob("*.so"))
-# Names of functions that glibc 2.28 has, too, by the version in which they were moved or renamed.
-OLD_BY_A_NEW_NAME = {
+# Functions of glibc 2.28 that later versions moved or renamed.
+RENAMED_SINCE_GLIBC_2_28 = {
     *("pthread_sigmask", "fstat", "fstatat", "stat", "__isoc23_sscanf", "__isoc23_strtoull"),
     *("dladdr", "dlclose", "dlerror", "dlopen", "dlsym", "pthread_attr_setstacksize"),
     *("pthread_condattr_setclock", "pthread_create", "pthread_detach", "pthread_getcpuclockid"),
@@ -29,7 +29,7 @@ CORE = Path(kvnative.__file__).with_name("lib") / "libkvn.so"
 
 @functools.cache
 def shown(option: str) -> dict[str, str]:
-    """Return what objdump shows of each library: a process for each takes long with a sanitizer."""
+    """Return objdump's output for each library: with a sanitizer, a process for each is slow."""
     command = ["objdump", option, *MODULES, CORE]
     environment = os.environ | {"LD_PRELOAD": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -41,7 +41,7 @@ def symbols(library: Path, option: str) -> str:
     return shown(option)[str(library)]
 
 
-def test_there_is_something_to_look_at() -> None:
+def test_the_built_modules_are_found() -> None:
     assert {library.name.split(".")[0] for library in MODULES} >= {"_lower", "_executor", "_host"}
 
 
@@ -53,7 +53,7 @@ def test_a_module_shows_nothing_but_its_init_function(library: Path) -> None:
         for line in symbols(library, "-T").splitlines()
         if " g " in line and "*UND*" not in line
     ]
-    # The sanitizer adds its own globals; what counts is that none of ours leaks out.
+    # The sanitizer adds its own globals; only symbols of kvplan must not leak.
     assert [symbol for symbol in shown if "asan" not in symbol] == [f"PyInit_{name}"]
 
 
@@ -68,19 +68,19 @@ def test_the_core_library_shows_only_its_own_names() -> None:
 def test_a_module_finds_the_core_library_from_its_own_place(library: Path) -> None:
     lines = [line.split() for line in symbols(library, "-p").splitlines()]
     (folders,) = [line[1].split(":") for line in lines if line[:1] == ["RUNPATH"]]
-    assert "$ORIGIN/lib" in folders  # beside what the interpreter itself was linked with
+    assert "$ORIGIN/lib" in folders  # beside the folders that the interpreter was linked with
 
 
 @pytest.mark.parametrize("library", [*MODULES, CORE], ids=lambda path: path.name)
-def test_nothing_is_used_that_glibc_2_28_lacks(library: Path) -> None:
-    """Which `make wheels` builds for: newer names than that are those of functions it has, too."""
+def test_no_library_needs_a_function_that_glibc_2_28_lacks(library: Path) -> None:
+    """`make wheels` builds for glibc 2.28, whose functions may have newer names."""
     found = re.findall(r"GLIBC_(\d+)\.(\d+)[^)]*\)?\s+(\w+)$", symbols(library, "-T"), re.MULTILINE)
     newer = {name for major, minor, name in found if (int(major), int(minor)) > (2, 28)}
-    assert newer - OLD_BY_A_NEW_NAME == set()
+    assert newer - RENAMED_SINCE_GLIBC_2_28 == set()
 
 
 def test_one_core_library_is_loaded() -> None:
-    """Its state is that of the process: two of them would have two."""
+    """The library has state of the process, which a second copy would duplicate."""
     for library in MODULES:
         importlib.import_module(f"kvnative.{library.name.split('.')[0]}")
     maps = Path("/proc/self/maps").read_text().splitlines()
@@ -88,7 +88,10 @@ def test_one_core_library_is_loaded() -> None:
 
 
 def test_no_struct_is_defined_by_two_headers() -> None:
-    """A source would take one for the other. Each backend has a kvn_request of its own."""
+    """A source could confuse two structs of one name.
+
+    Only `kvn_request` is defined by each backend.
+    """
     root = Path(kvnative.__file__).parents[1]
     headers = [*root.glob("kvnative/src/**/*.h"), *root.glob("include/kvnative/*.h")]
     definition = re.compile(r"^(?:typedef )?(?:struct|union|enum) (\w+)\s*\{", re.MULTILINE)

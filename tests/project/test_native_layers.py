@@ -1,4 +1,4 @@
-"""The C sources include one way only: no folder from above, no two files each other."""
+"""Includes of the C sources: only from lower folders, and never in a circle."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "kvnative/src"
-# Those of one row do not know each other; a folder may include what stands in rows before its own.
+# Folders of one row do not include each other; a folder may include those of earlier rows.
 FOLDERS = [["core"], ["host"], ["process"], ["device"], ["acl", "cuda", "tcp", "ucx"], ["hccl"]]
 
 _INCLUDE = re.compile(r'^#include "(\w+/\w+)\.h"', re.MULTILINE)
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not SOURCES.exists(), reason="an installed tree 
 
 
 def units() -> dict[str, set[str]]:
-    """A source and its header are one unit; which other units each includes."""
+    """Return the other units that each unit includes: a unit is a source with its header."""
     found: dict[str, set[str]] = {}
     for path in SOURCES.rglob("*.[ch]"):
         unit = str(path.relative_to(SOURCES).with_suffix(""))
@@ -31,7 +31,7 @@ def folder(unit: str) -> str:
 
 
 def rank(unit: str) -> int:
-    (row,) = [at for at, folders in enumerate(FOLDERS) if folder(unit) in folders]
+    (row,) = [index for index, folders in enumerate(FOLDERS) if folder(unit) in folders]
     return row
 
 
@@ -43,7 +43,7 @@ def upward(included: dict[str, set[str]]) -> Iterator[tuple[str, str]]:
 
 
 def circles(included: dict[str, set[str]]) -> set[frozenset[str]]:
-    """All units that include one another, by way of others or not."""
+    """Return the groups of units that include one another, directly or through others."""
     reached: dict[str, set[str]] = {}
     for unit, others in included.items():
         seen: set[str] = set()
@@ -74,7 +74,7 @@ def test_no_files_include_one_another() -> None:
     assert circles(units()) == set()
 
 
-def test_they_would_be_seen() -> None:
+def test_upward_includes_and_circles_are_detected() -> None:
     included = {"core/a": {"host/b"}, "host/b": {"core/c"}, "core/c": {"core/a"}, "tcp/d": set()}
     assert set(upward(included)) == {("core/a", "host/b")}
     assert circles(included) == {frozenset({"core/a", "host/b", "core/c"})}
@@ -82,7 +82,7 @@ def test_they_would_be_seen() -> None:
 
 
 def test_runtimes_of_devices_are_called_through_the_table_of_operations() -> None:
-    """Each folder but its own, HCCL's included, uses `kvn_device_ops`."""
+    """Only the folder of a runtime calls it; all others, also `hccl`, use `kvn_device_ops`."""
     owner = {"aclrt": "acl", "cu": "cuda"}
     calls = {
         (str(path.relative_to(SOURCES)), name)
@@ -94,7 +94,7 @@ def test_runtimes_of_devices_are_called_through_the_table_of_operations() -> Non
 
 
 def atomics(text: str) -> set[str]:
-    """Names of the fields and variables that a source declares atomic."""
+    """Return the names of the fields and variables that a source declares atomic."""
     kind = r"^\s*(?:static )?(?:atomic_\w+|_Atomic(?:\(\w+\)| \w+)) \*?(\w+)(?:\[\w+\])?;"
     return set(re.findall(kind, text, re.MULTILINE))
 
@@ -107,6 +107,6 @@ def test_every_atomic_has_a_row_on_memory_ordering() -> None:
     assert sorted(declared - explained) == []
 
 
-def test_an_atomic_without_a_row_would_be_seen() -> None:
+def test_declarations_of_atomics_are_found() -> None:
     text = "    atomic_bool lonely; /* x */\nstatic _Atomic uint64_t *pages;\n    atomic_int stop;"
     assert atomics(text) == {"lonely", "pages", "stop"}

@@ -1,4 +1,4 @@
-"""Every decoder of what a peer, a client or a file says: it is read, or refused in words."""
+"""Decoders of input from peers, clients and files: each reads its input or refuses it in words."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ LEASE = BlockLease(1, bytes(16), 1, 2, (3, 4), True, "cmpl-1", ())
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder, and a value that it takes.
+    """A decoder, and a value that it accepts.
 
     Attributes:
         read: Decodes bytes.
-        sample: What it takes, as plain values.
-        text: Whether it is JSON, and not MessagePack.
-        wrap: Puts around an encoded value what the decoder expects there.
-        refusals: What it raises of anything else.
+        sample: An accepted value, as plain values.
+        text: True for JSON, False for MessagePack.
+        wrap: Adds to an encoded value the bytes that the decoder expects around it.
+        refusals: The exceptions for invalid input.
     """
 
     read: Callable[[bytes], object]
@@ -84,7 +84,7 @@ class Decoder:
         return self.wrap(codec.encode(value))
 
     def check_bytes(self, data: bytes, *, is_sample: bool = False) -> None:
-        """Decode; an error other than a refusal is one of the test, of a sample any error."""
+        """Decode, and allow only refusals; a sample must not be refused either."""
         refusal: Exception | None = None
         try:
             self.read(data)
@@ -124,10 +124,11 @@ def row_of(data: bytes) -> object:
 
 
 def read_recorded_plan(data: bytes) -> object:
-    """Read the plan of a transfer, from the rows that say what it is."""
+    """Read the plan of a transfer from its two rows."""
     try:
         rows = msgspec.msgpack.decode(data, type=tuple[msgspec.Raw, msgspec.Raw])
-    except (msgspec.MsgspecError, RecursionError):  # of what stands around the rows here
+    # wrong bytes around the rows, which only this helper has
+    except (msgspec.MsgspecError, RecursionError):
         return None
     template, part = (
         row_of(next(iter(recording.framed([bytes(row)], compress=False)))) for row in rows
@@ -143,18 +144,19 @@ def read_recorded_plan(data: bytes) -> object:
 
 def read_reference(data: bytes) -> Reference:
     try:
-        given = msgspec.json.decode(data)
-    except RecursionError:  # other parsers of JSON go deeper
-        given = {"sources": DEEP}
+        content = msgspec.json.decode(data)
+    except RecursionError:  # only this parser fails so: others go deeper
+        content = {"sources": DEEP}
     except (msgspec.DecodeError, UnicodeDecodeError):
-        given = {}
-    return Reference.from_dict(given)
+        content = {}
+    return Reference.from_dict(content)
 
 
 def read_status(data: bytes) -> None:
     try:
         document = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # of the socket's reader
+    # the reader of the socket refuses these
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return
     if isinstance(document, dict):
         top.checked(Answer(1, document, ""))
@@ -285,7 +287,8 @@ DECODERS = {
         lambda data: _checked_cluster_info("cluster_info", data.decode(errors="replace")),
         {"listen_ip_info": [{"ip": "127.0.0.1", "port": 26000}]},
         text=True,
-        refusals=(LLMException, RuntimeError),  # of addresses, as the official package has it
+        # RuntimeError for addresses, as in the official package
+        refusals=(LLMException, RuntimeError),
     ),
     "plan": Decoder(read_plan, PLAN.to_dict(), text=True),
     "recorded-plan": Decoder(
@@ -313,17 +316,17 @@ DECODERS = {
 }
 
 
-def spoiled(value: Any, other: Any) -> Iterator[Any]:
-    """The value with `other` in place of each of its parts, and with one part more."""
+def variants(value: Any, other: Any) -> Iterator[Any]:
+    """Yield the value with `other` in place of each part, and with `other` as an added part."""
     yield other
     if isinstance(value, list):
         for at, part in enumerate(value):
-            for item in spoiled(part, other):
+            for item in variants(part, other):
                 yield [*value[:at], item, *value[at + 1 :]]
         yield [*value, other]
     elif isinstance(value, dict):
         for key, part in value.items():
-            for item in spoiled(part, other):
+            for item in variants(part, other):
                 yield {**value, key: item}
         yield {**value, "surplus": other}
 
@@ -348,7 +351,7 @@ def test_values_that_are_nested_are_refused(decoder: Decoder, kind: str, depth: 
     }[kind, decoder.text]
     closed = {"array": b"]", "map": b"}"}[kind] * depth if decoder.text else b""
     nested = msgspec.Raw(opened * depth + (b"0" if decoder.text else b"\x00") + closed)
-    for value in spoiled(decoder.sample, nested):
+    for value in variants(decoder.sample, nested):
         decoder.check_bytes(decoder.encode(value))
 
 
@@ -356,7 +359,7 @@ def test_values_that_are_nested_are_refused(decoder: Decoder, kind: str, depth: 
     "other", [None, True, -1, 2**64 - 1, 1.5, "\x00\ud7ff", "x" * 5000, [], {}, [[]], {"a": 1}]
 )
 def test_values_of_other_types_are_read_or_refused(decoder: Decoder, other: Any) -> None:
-    for value in spoiled(decoder.sample, other):
+    for value in variants(decoder.sample, other):
         decoder.check_bytes(decoder.encode(value))
 
 
@@ -393,7 +396,7 @@ print(*sorted(at_use))
 
 
 def test_types_are_resolved_when_they_are_imported() -> None:
-    """Msgspec resolves a type at its first use otherwise, and crashes if two threads do that."""
+    """Msgspec resolves a type at its first use otherwise, and crashes if two threads do so."""
     run = subprocess.run(
         [sys.executable, "-c", FIRST_USES], cwd=ROOT, check=True, capture_output=True, text=True
     )

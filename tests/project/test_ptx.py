@@ -1,4 +1,4 @@
-"""The PTX of the copy kernel is that of its sources; NVRTC, where it is, makes it again."""
+"""The PTX of the copy kernel: made from its sources; NVRTC, if it is installed, makes it again."""
 
 import importlib.metadata
 import importlib.util
@@ -23,9 +23,9 @@ def ptx() -> ModuleType:
 
 
 def test_the_ptx_is_made_from_the_sources(ptx: ModuleType) -> None:
-    said = re.search(r"sha256 of its sources: (\w+)", ptx.RESULT.read_text())
-    assert said is not None
-    assert said[1] == ptx.fingerprint(), "run `make ptx`"
+    written = re.search(r"sha256 of its sources: (\w+)", ptx.RESULT.read_text())
+    assert written is not None
+    assert written[1] == ptx.fingerprint(), "run `make ptx`"
 
 
 def test_the_compiler_is_pinned(ptx: ModuleType) -> None:
@@ -33,7 +33,7 @@ def test_the_compiler_is_pinned(ptx: ModuleType) -> None:
     assert pinned[-1] == f"{ptx.PACKAGE}=={ptx.COMPILER}"
 
 
-def test_old_drivers_and_old_gpus_take_it(ptx: ModuleType) -> None:
+def test_the_ptx_is_for_old_drivers_and_gpus(ptx: ModuleType) -> None:
     text = ptx.RESULT.read_text()
     assert f"\n.version {ptx.VERSION}\n" in text
     assert f"\n.target sm_{ptx.ARCHITECTURE}\n" in text
@@ -42,11 +42,11 @@ def test_old_drivers_and_old_gpus_take_it(ptx: ModuleType) -> None:
     assert ".local" not in text, "the kernel keeps all in registers"
 
 
-def test_the_library_holds_all_of_it(ptx: ModuleType) -> None:
+def test_the_library_contains_the_whole_ptx(ptx: ModuleType) -> None:
     assert ptx.RESULT.read_bytes() + b"\0" in (ROOT / "kvnative/lib/libkvn.so").read_bytes()
 
 
-def test_nvrtc_makes_it_again(ptx: ModuleType) -> None:
+def test_nvrtc_makes_the_same_ptx(ptx: ModuleType) -> None:
     try:
         found = importlib.metadata.version(ptx.PACKAGE)
     except importlib.metadata.PackageNotFoundError:

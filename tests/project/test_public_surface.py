@@ -1,7 +1,8 @@
-"""What is public is typed, and its docstrings say every attribute, and what a call raises itself.
+"""The public surface: types, and docstrings of every attribute and of the errors of each call.
 
-What raises is read from the code: a `raise`, or a call of a function or method that is found by its
-name and raises in turn. What is handed in (callbacks, objects of other classes) is not followed.
+The raised errors are read from the code: a `raise`, or a call of a function or method that is found
+by its name and raises in turn. Arguments that are called (callbacks, objects of other classes) are
+not followed.
 """
 
 from __future__ import annotations
@@ -27,19 +28,24 @@ from kvplan import LlmDataDist
 ROOT = Path(__file__).parents[2]
 DIRECTIVE = re.compile(r"^\.\. auto(module|class|function|exception):: ([\w.]+)", re.MULTILINE)
 SECTION = r"^{title}:\n((?:(?:    .*)?\n?)*)"
-NEVER = {
-    "AssertionError",  # a mistake of ours
+UNDOCUMENTED = {
+    "AssertionError",  # a bug of kvplan
     "AttributeError",
     "NotImplementedError",
     "StopAsyncIteration",
     "StopIteration",
 }
-"""What a protocol of Python wants, or what nobody is told of."""
+"""Exceptions that belong to protocols of Python, or to bugs, and are not documented."""
 
-NEVER_THERE = {
-    # No number of tensors is given that could be wrong.
+NOT_RAISED = {
+    # The number of tensors is always valid.
     "kvplan.planning.side.Side.usual_tensors_per_layer": {"LLMException"},
-    # What peers say of their caches was checked when it came.
+    # The timeout is always valid.
+    "kvplan.execution.awaitable.AwaitableTask.coroutine": {"TypeError", "ValueError"},
+    "kvplan.execution.transfers.Transfers.layered": {"ValueError"},
+    # The tuning and the nodes are always valid.
+    "kvplan.execution.transfers.default_transfers": {"TypeError"},
+    # A peer's descriptions of its caches were checked on arrival.
     "kvplan.engine.cache_api.CacheOperations.caches": {"TypeError", "ValueError"},
     # Addresses come as columns of uint64.
     "kvplan.hixl.hixl.Hixl.plan_transfer": {"ValueError"},
@@ -48,11 +54,11 @@ NEVER_THERE = {
     # The cluster id was checked when the object was made.
     "kvplan.llm_datadist.v2.llm_datadist.LLMDataDist.init": {"ValueError"},
 }
-"""What the code of a function seems to raise, and does not."""
+"""Exceptions that the code of a function seems to raise, but does not."""
 
 
 def public_objects() -> dict[str, Any]:
-    """Every class and function that the reference names, by its own name."""
+    """Return every class and function that the reference names, by its own name."""
     found = {}
     for page in sorted((ROOT / "docs/reference/api").glob("*.md")):
         for kind, name in DIRECTIVE.findall(page.read_text()):
@@ -63,7 +69,7 @@ def public_objects() -> dict[str, Any]:
 
 
 def members(name: str) -> list[Any]:
-    """What is public of a module: its `__all__`, or what it has of its own."""
+    """Return the public members of a module: its `__all__`, or all that it defines."""
     module = import_module(name)
     own = (
         label for label, value in vars(module).items() if getattr(value, "__module__", "") == name
@@ -77,7 +83,7 @@ CLASSES = {name: public for name, public in OBJECTS.items() if inspect.isclass(p
 
 
 def methods(kind: type) -> Iterator[tuple[str, FunctionType]]:
-    """The public methods and properties of a class and its bases, with the class that has them."""
+    """Yield the public methods and properties of a class and its bases, by full names."""
     for base in kind.__mro__:
         if base.__module__.startswith("kv"):
             for name, var in vars(base).items():
@@ -87,7 +93,7 @@ def methods(kind: type) -> Iterator[tuple[str, FunctionType]]:
 
 
 def plain(value: object) -> FunctionType | None:
-    """The function of a method, whatever decorates it."""
+    """Return the function of a method without its decorators."""
     value = (
         getattr(value, "fget", None)
         or getattr(value, "func", None)
@@ -98,19 +104,19 @@ def plain(value: object) -> FunctionType | None:
 
 
 def section(value: object, title: str) -> str:
-    """The text of a section of a docstring; empty: it has none."""
+    """Return the text of a section of a docstring, empty if the section is missing."""
     found = re.search(SECTION.format(title=title), inspect.getdoc(value) or "", re.MULTILINE)
     return found[1] if found else ""
 
 
 @cache
 def tree(value: type | FunctionType) -> ast.AST:
-    """The source of a function or a class."""
+    """Return the syntax tree of a function or a class."""
     return ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
 
 
 def fields(kind: type) -> list[str]:
-    """Of a dataclass, a struct or a named tuple, the public ones."""
+    """Return the public fields of a dataclass, a struct or a named tuple."""
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind)]
     else:
@@ -119,7 +125,7 @@ def fields(kind: type) -> list[str]:
 
 
 def described(kind: type) -> set[str]:
-    """Names of the sections Attributes and Args, and fields with a text below them."""
+    """Return the names in the sections Attributes and Args, and fields with a docstring."""
     lines = section(kind, "Attributes") + section(kind, "Args")
     names = set(re.findall(r"\w+", " ".join(re.findall(r"^    (\w[\w, ]*):", lines, re.MULTILINE))))
     body = tree(kind).body  # type: ignore[attr-defined]
@@ -131,7 +137,7 @@ def described(kind: type) -> set[str]:
 
 @cache
 def raised(function: FunctionType, owner: type | None) -> frozenset[str]:
-    """Names of the exceptions that a function raises, or functions that it calls by name."""
+    """Return the names of exceptions that a function, or one that it calls by name, raises."""
     return frozenset(_raised(function, owner, frozenset()))
 
 
@@ -147,12 +153,12 @@ def _raised(function: FunctionType, owner: type | None, above: frozenset[object]
             for called, kind in callees(node.func, function, owner):
                 names |= _raised(called, kind, above | {function})
     if any("_returns_status" in ast.unparse(item) for item in tree(function).decorator_list):  # type: ignore[attr-defined]
-        names &= {"TypeError"}  # all others become numbers
-    return names - NEVER - {""}
+        names &= {"TypeError"}  # the others become statuses
+    return names - UNDOCUMENTED - {""}
 
 
 def outside_of_try(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes of a function but those whose errors it catches, and functions inside of it."""
+    """Yield the nodes of a function, without try bodies that have handlers, and inner functions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             continue
@@ -165,7 +171,7 @@ def outside_of_try(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def exception_of(value: ast.expr, function: FunctionType, owner: type | None) -> str:
-    """The class that is raised, or the classes that a function makes; empty: what was caught."""
+    """Return the raised class, or the classes that a function makes; empty for a caught error."""
     if isinstance(value, ast.Call):
         for made, _ in callees(value.func, function, owner):
             return str(made.__annotations__.get("return", ""))
@@ -177,7 +183,7 @@ def exception_of(value: ast.expr, function: FunctionType, owner: type | None) ->
 def callees(
     called: ast.expr, function: FunctionType, owner: type | None
 ) -> Iterator[tuple[FunctionType, type | None]]:
-    """The functions that a call by name runs: a function, a constructor, or a method of self."""
+    """Yield the functions that a call by name runs: a function, a constructor, a method of self."""
     if isinstance(called, ast.Name):
         item = function.__globals__.get(called.id)
         if isinstance(item, FunctionType):
@@ -202,28 +208,28 @@ def test_every_attribute_is_described(name: str) -> None:
     assert [field for field in fields(kind) if field not in described(kind)] == []
 
 
-def test_errors_are_said_where_they_are_raised() -> None:
+def test_raised_errors_are_documented() -> None:
     functions = {
         name: (public, None) for name, public in OBJECTS.items() if isinstance(public, FunctionType)
     } | {name: (item, kind) for kind in CLASSES.values() for name, item in methods(kind)}
     silent = {}
     for name, (value, kind) in functions.items():
         names = raised(value, kind)
-        assert names >= NEVER_THERE.get(name, set()), f"{name} has a row that says nothing"
-        of_all = set() if kind is None else said_of_all(kind)
-        if missing := names - NEVER_THERE.get(name, set()) - said(value) - of_all:
+        assert names >= NOT_RAISED.get(name, set()), f"{name} has a row that says nothing"
+        common = set() if kind is None else errors_of_every_method(kind)
+        if missing := names - NOT_RAISED.get(name, set()) - documented_errors(value) - common:
             silent[name] = sorted(missing)
-    assert NEVER_THERE.keys() <= functions.keys()
+    assert NOT_RAISED.keys() <= functions.keys()
     assert silent == {}
 
 
-def said(value: object) -> set[str]:
-    """The names in its section Raises."""
+def documented_errors(value: object) -> set[str]:
+    """Return the names in the section Raises."""
     return set(re.findall(r"\w+", section(value, "Raises")))
 
 
-def said_of_all(kind: type) -> set[str]:
-    """The names in the paragraph of a class that says what every method raises."""
+def errors_of_every_method(kind: type) -> set[str]:
+    """Return the names in the paragraph of a class on what every method raises."""
     for paragraph in inspect.cleandoc(kind.__doc__ or "").split("\n\n"):
         if paragraph.startswith("Every method raises"):
             return set(re.findall(r"\w+", paragraph))
@@ -251,7 +257,7 @@ def test_a_class_documents_only_the_errors_of_its_constructor() -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_public_attribute_has_a_type(name: str) -> None:
-    """Type checkers need not infer one from a value, which each does in its own way."""
+    """Otherwise each type checker would infer a type from the value, in its own way."""
     untyped = set()
     for base in CLASSES[name].__mro__:
         if base.__module__.startswith("kvplan"):  # kvnative has stubs
@@ -261,22 +267,24 @@ def test_every_public_attribute_has_a_type(name: str) -> None:
 
 @cache
 def untyped_attributes(kind: type) -> frozenset[str]:
-    """Public attributes that methods of a class set, and that nothing declares."""
+    """Return the public attributes that methods of a class set, and no annotation declares."""
     declared = {name for base in kind.__mro__ for name in vars(base).get("__annotations__", {})}
     declared |= {name for base in kind.__mro__ for name in vars(base)}  # descriptors, constants
-    given = set()
+    set_by_methods = set()
     for function in (node for node in ast.walk(tree(kind)) if isinstance(node, ast.FunctionDef)):
         parameters = {arg.arg for arg in (*function.args.args, *function.args.kwonlyargs)}
         for node in ast.walk(function):
             if isinstance(node, ast.AnnAssign):
                 declared |= own_attributes(node.target)
             elif isinstance(node, ast.Assign) and ast.unparse(node.value) not in parameters:
-                given |= {name for target in node.targets for name in own_attributes(target)}
-    return frozenset(item for item in given - declared if not item.startswith("_"))
+                set_by_methods |= {
+                    name for target in node.targets for name in own_attributes(target)
+                }
+    return frozenset(item for item in set_by_methods - declared if not item.startswith("_"))
 
 
 def own_attributes(target: ast.expr) -> set[str]:
-    """Names that are assigned to: `self.name`, also several at once."""
+    """Return the names of assigned attributes (`self.name`), also of several at once."""
     if isinstance(target, ast.Tuple):
         return {name for elt in target.elts for name in own_attributes(elt)}
     if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":

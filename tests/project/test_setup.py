@@ -1,4 +1,4 @@
-"""setup.py, with a small project: what is built again, and what then lies in place."""
+"""Builds by setup.py of a small project: what is compiled again, and what lies in place after."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def project(built: Path, tmp_path: Path) -> Path:
-    """A copy of it, with the times of its files."""
+    """A copy of the built project, with the times of its files."""
     return shutil.copytree(built, tmp_path / "project")
 
 
@@ -78,7 +78,7 @@ def build(project: Path, *command: str, **switches: str) -> None:
 
 
 def main(project: str, *arguments: str) -> None:
-    """Run `setup.py ARGUMENTS`, in a fork: to import Cython takes longer than most builds."""
+    """Run `setup.py ARGUMENTS` in a fork, as an import of Cython takes longer than most builds."""
     os.chdir(project)
     sys.argv = ["setup.py", *arguments]
     runpy.run_path("setup.py", run_name="__main__")
@@ -88,7 +88,7 @@ def core(folder: Path) -> bytes:
     return (folder / "kvnative/lib/libkvn.so").read_bytes()
 
 
-def test_nothing_of_a_source_that_is_gone_stays_in_the_library(project: Path) -> None:
+def test_symbols_of_a_removed_source_leave_the_library(project: Path) -> None:
     assert b"kvn_two" in core(project)
     (project / "kvnative/src/core/two.c").unlink()
     build(project)
@@ -101,7 +101,7 @@ def test_the_build_in_place_has_the_flavour_of_the_last_build(project: Path) -> 
     build(project, KVPLAN_DEBUG="1")
     (debug,) = project.glob("build/debug-*/lib.*")
     assert core(project) == core(debug) != core(release)
-    build(project)  # nothing is compiled, and what lies in place is newer
+    build(project)  # compiles nothing, although the files in place are newer
     assert core(project) == core(release)
     for module in release.glob("kvnative/*.so"):
         assert module.read_bytes() == (project / "kvnative" / module.name).read_bytes()
@@ -113,7 +113,7 @@ def test_a_build_of_another_folder_is_not_compiled_again(project: Path, tmp_path
     compiler.chmod(0o755)
 
     def compiled(name: str, changed: str = "", **switches: str) -> list[str]:
-        """Build a copy, of which one file has another line; return what the compiler compiled."""
+        """Build a copy with one changed file, and return the compiled sources."""
         copy = shutil.copytree(project, tmp_path / name, ignore=shutil.ignore_patterns("build"))
         if changed:
             with (copy / changed).open("a") as file:
@@ -133,17 +133,17 @@ def test_a_build_of_another_folder_is_not_compiled_again(project: Path, tmp_path
     assert compiled("strict", KVPLAN_WERROR="1") == ["one.c", "two.c"]
 
 
-def test_a_wheel_has_nothing_that_earlier_builds_have_left(project: Path) -> None:
-    """`pip install .` builds in the folder in which `make test` has built before."""
+def test_a_wheel_has_no_file_of_earlier_builds(project: Path) -> None:
+    """`pip install .` builds in a folder in which `make test` has built before."""
     (project / "tests/support").mkdir(parents=True)
     (project / "tests/support/more.pyx").write_text("def more():\n    return 1\n")
-    gone = project / "kvplan/gone.py"
-    gone.touch()
+    removed = project / "kvplan/gone.py"
+    removed.touch()
     build(project)
     build(project, "build")
     (library,) = project.glob("build/release-*/lib.*")
     assert (library / "kvplan/gone.py").exists()
-    gone.unlink()
+    removed.unlink()
     build(project)  # in place again, with the module of the tests
     assert [*library.glob("tests/support/more.*.so")]
     build(project, "build")
@@ -181,14 +181,14 @@ def test_without_a_compiler_one_line_names_the_missing_tool(project: Path, tmp_p
         text=True,
     )
     assert done.returncode == 1
-    (said,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert "needs a C compiler (gcc is not on PATH; Debian: apt install gcc)" in said
-    assert done.stderr.splitlines()[-1] == said
-    assert not (project / "build").exists()  # Cython is not run in vain, nor for metadata
+    (message,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert "needs a C compiler (gcc is not on PATH; Debian: apt install gcc)" in message
+    assert done.stderr.splitlines()[-1] == message
+    assert not (project / "build").exists()  # neither Cython nor the metadata step has run
 
 
 def facts(project: Path, inplace: bool) -> dict[str, Any]:
-    """What setup.py would build, and how."""
+    """Return the outputs and include folders that setup.py plans."""
     printed = subprocess.run(
         [sys.executable, "-c", FACTS.replace("INPLACE", str(inplace))],
         cwd=project,

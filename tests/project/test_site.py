@@ -1,4 +1,4 @@
-"""`make docs`: no warning, no broken link, nothing from elsewhere, every public name in it."""
+"""`make docs`: no warning, no broken link, no file of another server, and every public name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def names(site: Path) -> dict[str, str]:
-    """Each name of Python that the site describes, and the page that does."""
+    """Each Python name that the site describes, with its page."""
     inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
     return {
         name: item.uri.partition("#")[0]
@@ -50,7 +50,7 @@ def names(site: Path) -> dict[str, str]:
 
 
 class Page(HTMLParser):
-    """What a page has (`ids`), links to, and loads."""
+    """The anchors of a page (`ids`), its links, and the files that it loads."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def pages(site: Path) -> dict[Path, Page]:
     return {path: Page(path) for path in site.rglob("*.html") if "_static" not in path.parts}
 
 
-def test_every_link_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None:
+def test_every_link_has_a_target(site: Path, pages: dict[Path, Page]) -> None:
     broken = []
     for path, page in pages.items():
         for link in page.links:
@@ -91,8 +91,8 @@ def test_every_link_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None
     assert broken == []
 
 
-def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
-    """The site reads without a network: no font, script, style or picture is another server's."""
+def test_no_file_is_loaded_from_another_server(site: Path, pages: dict[Path, Page]) -> None:
+    """The site works without a network: its fonts, scripts, styles and pictures are its own."""
     for path, page in pages.items():
         loads = {urlsplit(load) for load in page.loads}
         assert {load for load in loads if load.netloc} == set()
@@ -140,8 +140,8 @@ def test_documents_and_examples_import_public_names(names: dict[str, str]) -> No
     ] == []
 
 
-def test_docstrings_are_read_as_they_are_written(site: Path) -> None:
-    """Sections of arguments and errors are lists, not running text."""
+def test_sections_of_docstrings_become_lists(site: Path) -> None:
+    """Sections of arguments and errors become lists, not running text."""
     page = (site / "docs/reference/api/engine.html").read_text()
     described = page.split('id="kvplan.LlmDataDist.link_clusters"')[1].split('id="kvplan.Llm')[0]
     for title in ("Parameters", "Returns", "Raises"):
@@ -174,7 +174,7 @@ return found;
 
 
 def test_plans_fit_and_words_in_tables_stay_whole(site: Path, tmp_path: Path) -> None:
-    """In windows of 1,400 pixels and more; and no page scrolls sideways."""
+    """The tables fit windows of 1,400 pixels and more, and no page scrolls sideways."""
     with chromium(tmp_path) as driver:
         for width in (1400, 1920):
             resize(driver, width)

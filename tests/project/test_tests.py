@@ -1,10 +1,10 @@
-"""Each test looks at a result: its syntax has an assertion, or a call of something that has one.
+"""Assertions in tests: each test has one, or calls something that has one.
 
-A test that asserts nothing passes whatever the code does, if only it does not raise. What counts:
-`assert`, `pytest.raises` and `pytest.fail`, `refused`, NumPy's `assert_...`, code for another
-process that asserts, a process that must exit with 0 (`check=True`), and a call of a helper in
-tests/ that does one of these. Helpers are found by name: functions in the same file or imported;
-methods of the same class, or of any class where the name says that it checks or waits.
+A test without an assertion passes as long as the code does not raise. What counts: `assert`,
+`pytest.raises`, `pytest.fail`, `refused`, NumPy's `assert_...`, code for another process that
+asserts, a process that must exit with 0 (`check=True`). A call of a helper in tests/ that does one
+of these counts, too. Helpers are found by name: functions in the same file or imported; methods of
+the same class, or of any class if the name says that the method checks or waits.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Tree:
         self._known: dict[int, bool] = {}
 
     def blind(self) -> list[str]:
-        """Return the tests that look at nothing, as pytest names them but for their class."""
+        """Return the tests without an assertion, by pytest's names without their class."""
         return [
             f"{name}::{test.name}"
             for name, module in self.modules.items()
@@ -71,7 +71,7 @@ class Tree:
 
     def _looks(self, module: str, function: Function) -> bool:
         if (known := self._known.get(id(function))) is None:
-            self._known[id(function)] = False  # of one that calls itself
+            self._known[id(function)] = False  # for a function that calls itself
             known = any(self._is_look(module, node) for node in ast.walk(function))
             self._known[id(function)] = known
         return known
@@ -106,7 +106,7 @@ class Tree:
         return name in here.imported and self._function_looks(here.imported[name], name)
 
 
-def test_every_test_looks_at_a_result() -> None:
+def test_every_test_has_an_assertion() -> None:
     blind = Tree(TESTS).blind()
     assert not blind, "\n".join(blind)
 
@@ -144,7 +144,7 @@ def test_statements_that_look_at_a_result(
 
 
 def test_bugs_can_be_planted_in_every_room() -> None:
-    """`make mutants` knows tests of each package of kvplan, and they are there."""
+    """`make mutants` finds the tests of each package of kvplan."""
     root = TESTS.parent
     packages = {path.parent.name for path in (root / "kvplan").glob("*/__init__.py")}
     assert set(ROOMS) == packages

@@ -1,4 +1,4 @@
-"""The programs of the tutorial, run as a reader runs them; their output is what the page shows."""
+"""The programs of the tutorial, run as a reader runs them: their output is that of the page."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 TUTORIAL = Path(__file__).parents[2] / "docs/tutorial"
 FILE = re.compile(r"`([\w.]+\.py)`[^`\n]*:[^`]*\n\n```py\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SHOWN = re.compile(r"^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-PORT = "26000"  # of the page; a test takes a free one
+PORT = "26000"  # the port of the page; a test uses a free one
 
 
 def read(page: str) -> tuple[dict[str, str], list[str]]:
-    """The files of a page, and the outputs that it shows."""
+    """Return the files of a page, and the outputs that it shows."""
     text = (TUTORIAL / page).read_text()
     return dict(FILE.findall(text)), SHOWN.findall(text)
 
@@ -37,17 +37,19 @@ def test_two_processes(page: str, tmp_path: Path) -> None:
     )
     try:
         assert prefill.stdout is not None
-        said = prefill.stdout.readline()
-        port = said.strip().rpartition(":")[2]
+        prefill_output = prefill.stdout.readline()
+        port = prefill_output.strip().rpartition(":")[2]
         (tmp_path / "decode.py").write_text(sources["decode.py"].replace(PORT, port))
         decode = subprocess.run(
             [*python, "decode.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
         )
         assert (decode.returncode, decode.stderr) == (0, "")
         assert is_shown(shown, decode.stdout), decode.stdout
-        said += prefill.communicate(timeout=120)[0]
+        prefill_output += prefill.communicate(timeout=120)[0]
         assert prefill.returncode == 0
-        assert all(is_shown(item.replace(PORT, port), said) for item in of_prefill), said
+        assert all(is_shown(item.replace(PORT, port), prefill_output) for item in of_prefill), (
+            prefill_output
+        )
     finally:
         prefill.kill()
         prefill.wait()

@@ -1,4 +1,4 @@
-"""Programs of users are typed: mypy and pyright find nothing in the examples and the documents."""
+"""Types of users' programs: mypy and pyright accept the examples and the documents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.installation import ROOT, users_environment
 
 pytestmark = pytest.mark.slow  # needs the wheel
 
-ANYTHING = "from typing import Any\n\ndef __getattr__(name: str) -> Any: ...\n"
+ANY_STUB = "from typing import Any\n\ndef __getattr__(name: str) -> Any: ...\n"
 
 STUBS = {
     # `python -m kvplan.run` makes these importable.
@@ -24,8 +24,8 @@ STUBS = {
     "llm_datadist": "from kvplan.llm_datadist import *\n",
     "nixl_cu12": "from kvplan.nixl import *\n",  # has the same names
     # These are not installed beside the wheel.
-    "prometheus_client": ANYTHING,
-    "torch": ANYTHING,
+    "prometheus_client": ANY_STUB,
+    "torch": ANY_STUB,
 }
 
 MYPY = """
@@ -38,7 +38,7 @@ disallow_untyped_defs = false
 disallow_incomplete_defs = false
 disallow_untyped_calls = false
 """
-"""Documents leave out annotations of small helpers, and use names again."""
+"""Documents leave out annotations of small helpers, and reuse names."""
 
 NO_NODE = pytest.mark.skipif(
     shutil.which("node") is None, reason="pyright runs on node: apt install nodejs"
@@ -46,7 +46,7 @@ NO_NODE = pytest.mark.skipif(
 
 
 def programs_of(page: Path) -> str:
-    """The Python of a document, one block after another."""
+    """Return the Python code of a document, one block after another."""
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     parser = DocTestParser()
     sources = [
@@ -57,7 +57,7 @@ def programs_of(page: Path) -> str:
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the examples, the Python of each document, and nothing of this project."""
+    """A folder with the examples and the Python code of each document, outside of the project."""
     folder = tmp_path_factory.mktemp("programs")
     for example in (ROOT / "examples").glob("*.py"):
         if example.name != "__init__.py":
@@ -77,7 +77,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_mypy_finds_nothing(python: Path, programs: Path) -> None:
+def test_mypy_accepts_programs_of_users(python: Path, programs: Path) -> None:
     checked = subprocess.run(
         [sys.executable, "-m", "mypy", f"--python-executable={python}", "."],
         cwd=programs,
@@ -89,13 +89,13 @@ def test_mypy_finds_nothing(python: Path, programs: Path) -> None:
 
 
 @NO_NODE
-def test_pyright_finds_nothing(python: Path, programs: Path) -> None:
+def test_pyright_accepts_programs_of_users(python: Path, programs: Path) -> None:
     checked = pyright(python, programs, "--level", "error", ".")
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def pyright(python: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run it for the packages of `python`, which it takes from the PATH."""
+    """Run pyright for the packages of `python`, which it finds through PATH."""
     return subprocess.run(
         [sys.executable, "-m", "pyright", *arguments],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""A timeout of 0 is 0 in every public call that has one, and another is in milliseconds."""
+"""Timeouts of public calls: 0 is a timeout of zero, and other values are milliseconds."""
 
 from __future__ import annotations
 
@@ -46,14 +46,17 @@ from kvplan import (
 from tests.support.wrappers import delay
 
 FOR_EVER_MS = 600_000
-DEADLINE_S = 20.0  # only a call that takes 0 for something else reaches it
+DEADLINE_S = 20.0  # reached only by a call that takes 0 for another value
 
-UNIT_MS = 50  # less than DEADLINE_S, of which it is more in seconds
+UNIT_MS = 50  # below DEADLINE_S; as seconds, above it
 
 EXEMPT = {
-    "kvplan.execute",  # `Transfers.execute` of transfers that no test can hold up
-    "kvplan.serving.PullResult",  # what was measured
-    "kvplan.llm_datadist.LayerSynchronizer.synchronize_layer",  # a program's own
+    "kvplan.execute",  # `Transfers.execute`, whose transfers no test can delay
+    # Only `hccl` waits for a connection: tests/ascend/test_hccl_renewal.py.
+    "kvplan.HostMemory.backend",
+    "kvplan.Transfers.submit",
+    "kvplan.serving.PullResult",  # a measured time
+    "kvplan.llm_datadist.LayerSynchronizer.synchronize_layer",  # implemented by the program
 }
 
 PAGED = CacheDesc(
@@ -97,7 +100,8 @@ class Scene:
         self.official = llm_datadist.LLMDataDist(llm_datadist.LLMRole.DECODER, 3)
         self.official.init({"llm.EnableCacheManager": "1"})
         held.callback(self.official.finalize)
-        held.callback(self.transfers.close, cancel=True)  # first: the engine would wait for them
+        # first, because the engine would wait for them
+        held.callback(self.transfers.close, cancel=True)
 
     @property
     def cache(self) -> Cache:
@@ -122,7 +126,7 @@ class Scene:
         sides = HostMemory.from_arrays(src), HostMemory.from_arrays(dst)
         self.transfers.verify(plan, *sides, timeout_ms=timeout_ms)
 
-    def freed_by_a_book_of(self, ttl_ms: float) -> int:
+    def num_freed_by_a_book(self, ttl_ms: float) -> int:
         book = serving.LeaseBook(self.user, self.cache, ttl_ms)
         numbered = {"sequence": 0} if "sequence" in inspect.signature(book.enter).parameters else {}
         book.enter(request="request", blocks=[1], digest=b"digest", **numbered)
@@ -165,10 +169,10 @@ KINDS: dict[str, Callable[[Scene], Any]] = {
         for kind in ("pull of blocks", "push of blocks", "copy of blocks", "gather")
     },
 }
-"""Everything that moves, by what it is."""
+"""Every kind of transfer, by its name."""
 
 WAITS: dict[str, tuple[object, Callable[[Scene, float], object]]] = {
-    # A transfer that moves ends with LLM_TIMEOUT; one that is asked about has no outcome yet.
+    # A running transfer ends with LLM_TIMEOUT; a query returns that the outcome is still open.
     "kvplan.LlmDataDist.pull_cache": (
         TIMEOUT,
         lambda value, ms: value.user.pull_cache(value.remote_slot, value.slots[0], timeout_ms=ms),
@@ -250,7 +254,7 @@ WAITS: dict[str, tuple[object, Callable[[Scene, float], object]]] = {
         False,
         lambda value, ms: value.layered("push of blocks").wait_done(ms),
     ),
-    # What is not there does not come at once.
+    # Events that have not happened.
     "kvplan.Completions.wait": (False, lambda value, ms: value.owner.completions().wait(ms)),
     "kvplan.Notifications.wait": (False, lambda value, ms: value.user.notifications().wait(ms)),
     "kvplan.serving.Exchange.wait": (False, lambda value, ms: value.exchange.wait(ms)),
@@ -263,14 +267,14 @@ WAITS: dict[str, tuple[object, Callable[[Scene, float], object]]] = {
         lambda value, ms: llm_datadist.CacheTask(Running(ms)).get_results(ms),
     ),
 }
-"""Every public call that waits at most so many milliseconds, and what it returns then."""
+"""Every public call with a timeout in milliseconds, and its result when the timeout passes."""
 
 CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
     **{
         name: (expected, partial(lambda call, value: call(value, 0), call))
         for name, (expected, call) in WAITS.items()
     },
-    # No conversation takes no time, and no lease is for none: that is refused.
+    # A conversation takes time, and a lease must last: 0 is refused.
     "kvplan.LlmDataDist.link_clusters": (
         INVALID,
         lambda value: value.user.link_clusters([ClusterInfo(1, value.address)], 0),
@@ -303,7 +307,7 @@ CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
             value.user.lease_blocks(value.cache, [1], ttl_ms=FOR_EVER_MS), 0
         ),
     ),
-    "kvplan.serving.LeaseBook": (1, lambda value: value.freed_by_a_book_of(0)),
+    "kvplan.serving.LeaseBook": (1, lambda value: value.num_freed_by_a_book(0)),
     **{
         f"kvplan.Options({name})": (
             INVALID,
@@ -347,7 +351,7 @@ CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
 
 
 class Running:
-    """A transfer that has no outcome yet, and is not waited for."""
+    """A transfer that never has an outcome, and records no wait."""
 
     running_status = TIMEOUT
 
@@ -360,7 +364,7 @@ class Running:
 
 
 def public_calls() -> Iterator[str]:
-    """Every public function, method and class that takes a time in milliseconds, by its name."""
+    """Yield the name of every public function, method and class with a time in milliseconds."""
 
     def times(function: Callable[..., object]) -> list[str]:
         names: list[str] = []
@@ -385,12 +389,12 @@ def public_calls() -> Iterator[str]:
                     yield f"{whole}.{method}"
 
 
-def test_every_public_call_that_takes_a_time_is_looked_at() -> None:
+def test_every_public_call_with_a_timeout_is_tested() -> None:
     assert {*public_calls()} == {*CALLS} | EXEMPT
 
 
 def outcome_of(scene: Scene, call: Callable[[Scene], object]) -> object:
-    """What a call returns, or the status or type of what it raises; it must not wait."""
+    """Return the result of a call that must not wait, or the status or type of its exception."""
     outcome: Future[object] = Future()
 
     def run() -> None:
@@ -416,16 +420,19 @@ def test_a_timeout_of_zero_is_zero(scene: Scene, name: str) -> None:
 
 @pytest.mark.parametrize("name", WAITS)
 def test_a_timeout_is_in_milliseconds(scene: Scene, name: str) -> None:
-    """As seconds it would outlast the test; as less it would be over too early."""
+    """Taken as seconds, the timeout would outlast the test.
+
+    In smaller units, it would end too early.
+    """
     expected, call = WAITS[name]
     began = time.monotonic()
     assert outcome_of(scene, lambda value: call(value, UNIT_MS)) == expected
-    if "CacheTask" not in name:  # which is not waited for here
+    if "CacheTask" not in name:  # `Running` never waits
         assert time.monotonic() - began >= UNIT_MS / 1000
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_timeout_of_zero_is_zero_for_all_that_moves(scene: Scene, kind: str) -> None:
+def test_a_timeout_of_zero_is_zero_for_every_transfer(scene: Scene, kind: str) -> None:
     def run(value: Scene) -> None:
         value.user.run(KINDS[kind](value), timeout_ms=0)
 
@@ -439,7 +446,7 @@ def test_a_timeout_of_zero_is_zero_for_all_that_moves(scene: Scene, kind: str) -
 
 
 @pytest.mark.parametrize("verb", ["submit", "layered"])
-def test_a_timeout_is_of_no_verb_that_does_not_wait(scene: Scene, verb: str) -> None:
+def test_verbs_that_do_not_wait_refuse_a_timeout(scene: Scene, verb: str) -> None:
     for kind in KINDS.values():
         with pytest.raises(TypeError, match=r"timeout_ms is an option of run; .* wait\("):
             getattr(scene.user, verb)(kind(scene), timeout_ms=0)

@@ -28,7 +28,7 @@ def user(peer: Peer) -> Iterator[LlmDataDist]:
 
 @pytest.fixture
 def engine() -> Iterator[LlmDataDist]:
-    """Of cluster 3, linked with nobody."""
+    """An engine of cluster 3, without links."""
     with LlmDataDist(3, LlmRole.MIX) as engine:
         engine.initialize()
         yield engine
@@ -36,7 +36,7 @@ def engine() -> Iterator[LlmDataDist]:
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
-    """Who writes, reads or refuses a recording holds no file of it in the end."""
+    """A check that the test has closed all files of its recordings at the end."""
     before = Held.now()
     yield
     before.check_nothing_new()

@@ -1,4 +1,4 @@
-"""What a recorder is given, made by hand: operations that have ended."""
+"""Arguments of a recorder, made by hand: operations that have ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALLEST = 64 << 10  # bytes of a file
 
 @dataclass
 class Link:
-    """To a peer."""
+    """A link to a peer."""
 
     cluster_id: int = 7
 
@@ -37,12 +37,12 @@ class Done:
 
 
 def recorder(path: Path, **options: int) -> Recorder:
-    """Of an engine of cluster 3."""
+    """Return the recorder of an engine of cluster 3."""
     return Recorder(path, 3, "MIX", **{"max_bytes": 64 << 20, "files": 2, **options})
 
 
 def record(writer: Recorder, plan: Plan | None, tag: str = "", error: str = "") -> None:
-    """A transfer of 1 ms that has just ended."""
+    """Record a transfer of 1 ms that has just ended."""
     status = LLMStatusCode.LLM_FAILED if error else LLMStatusCode.LLM_SUCCESS
     nbytes = 0 if plan is None or error else plan.nbytes
     operation = Done(plan, tag=tag, started=perf_counter() - 1e-3)

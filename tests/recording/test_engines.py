@@ -1,4 +1,4 @@
-"""What engines record of what their users do, in two processes; tags; KVPLAN_RECORD."""
+"""Recordings of engines in two processes: operations, tags, and the variable KVPLAN_RECORD."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from kvplan import (
     DataType,
     KvCacheExtParam,
     LlmDataDist,
+    LLMException,
     LlmRole,
     LLMStatusCode,
     Rows,
@@ -94,7 +95,7 @@ def test_every_operation_is_recorded_with_its_plan(tmp_path, user, peer):
         assert abs(transfer.time - time.time()) < DEADLINE_S
 
 
-def test_a_cache_by_slots_and_swaps(tmp_path, user, peer):
+def test_slots_and_swaps_are_recorded(tmp_path, user, peer):
     cache_id = peer.run("slots = datadist.allocate_cache(desc); result = slots.cache_id", desc=DESC)
     slots = user.allocate_cache(DESC)
     with user.record(tmp_path / "a.kvrec"):
@@ -115,7 +116,7 @@ def test_a_cache_by_slots_and_swaps(tmp_path, user, peer):
     assert who_wrote(recording, slots.cache_id, 4) == []
 
 
-def test_a_failure_says_why(tmp_path, user, peer):
+def test_a_failure_is_recorded_with_its_reason(tmp_path, user, peer):
     there, here = theirs(peer), user.allocate_blocks_cache(DESC)
     with user.record(tmp_path / "a.kvrec"):
         with refused("LLM_PARAM_INVALID"):
@@ -166,7 +167,7 @@ def test_links_and_leases_are_recorded(tmp_path, peer):
         while "BROKEN" not in states():
             assert time.monotonic() < deadline
     recording = read(tmp_path / "user.kvrec")
-    assert recording.complete  # finalize writes what is left
+    assert recording.complete  # finalize has written the rest
     assert [transfer.leases for transfer in recording.transfers] == [(1,), (1,)]
     assert states() == ["LINKED", "BROKEN"]
     assert [event.operation for event in recording.events][:2] == ["link_state", "link_clusters"]
@@ -181,8 +182,8 @@ def test_links_and_leases_are_recorded(tmp_path, peer):
     assert [item.operation for item in select(theirs, tag="request*")] == [*kinds]
 
 
-def test_who_wrote_a_block(tmp_path, user, peer):
-    """By pulls and copies of its own process, and by what a peer has pushed."""
+def test_the_writers_of_a_block_are_recorded(tmp_path, user, peer):
+    """Writers are pulls and copies of the own process, and pushes of a peer."""
     there, here = theirs(peer), user.allocate_blocks_cache(DESC)
     peer.run(
         "it = datadist.record(path); ours = datadist.allocate_blocks_cache(desc)",
@@ -232,7 +233,7 @@ def test_a_process_that_is_killed_leaves_whole_rows(tmp_path, peer):
     )
     deadline = time.monotonic() + DEADLINE_S
     path = tmp_path / "a.kvrec"
-    while not path.exists() or path.stat().st_size == 0:  # the header comes in one piece
+    while not path.exists() or path.stat().st_size == 0:  # the header is written at once
         assert time.monotonic() < deadline
     while len(read(path)) <= 2000:
         assert time.monotonic() < deadline
@@ -246,7 +247,7 @@ def test_a_process_that_is_killed_leaves_whole_rows(tmp_path, peer):
 
 
 def test_operations_of_eight_threads_are_recorded_once_each(tmp_path, engine):
-    """Executed and submitted, into files that rotate; as often as the engine has counted."""
+    """Operations run or are submitted, files rotate, and the rows equal the counters."""
     cache = engine.allocate_blocks_cache(DESC)
 
     def work(thread: int) -> None:
@@ -263,7 +264,7 @@ def test_operations_of_eight_threads_are_recorded_once_each(tmp_path, engine):
             assert [*threads.map(work, range(8))] == [None] * 8
         deadline = time.monotonic() + DEADLINE_S
         while engine.metrics()["operations"]["copy_blocks"]["seconds"]["count"] < 1200:
-            assert time.monotonic() < deadline  # an outcome is counted after it is waited for
+            assert time.monotonic() < deadline  # an outcome is counted after the end of its wait
     recording = read(tmp_path / "a.kvrec")
     expected = {f"{thread}.{number}" for thread in range(8) for number in range(150)}
     assert {transfer.tag for transfer in recording.transfers} == expected
@@ -322,7 +323,7 @@ with LlmDataDist(1, LlmRole.MIX) as engine:
 
 
 def test_the_environment_names_a_folder(tmp_path):
-    """Each engine of each process has a file of its own, forked children's too."""
+    """Each engine of each process has its own file, also in forked children."""
     folder = tmp_path / "not" / "there"
     done = subprocess.run(
         [sys.executable, "-c", FORKED],
@@ -369,7 +370,7 @@ with LlmDataDist(1, LlmRole.MIX) as engine:
     assert len(done.stdout.splitlines()) == 1
 
 
-def test_tags_are_said_in_logs_and_checked(tmp_path, engine, caplog):
+def test_tags_are_logged_and_checked(tmp_path, engine, caplog):
     cache = engine.allocate_blocks_cache(DESC)
     with caplog.at_level(logging.INFO, "kvplan"):
         engine.copy_blocks(cache, {1: [2]}, tag="request 9")
@@ -418,3 +419,20 @@ def test_caches_named_by_addresses_alone_have_one_template(tmp_path, engine):
     assert len(recording.transfers) == 200
     assert len({row.parts[0].template for row in recording.transfers}) == 1
     assert size < 200 * 120 + 2000
+
+
+def test_refused_arguments_that_a_recording_cannot_hold_do_not_end_it(tmp_path, engine):
+    calls = {
+        "unregister_cache": lambda: engine.unregister_cache(2**70),
+        "unlink": lambda: engine.unlink(-(2**70)),
+        "link": lambda: engine.link("\ud800", {1: 0}),
+    }
+    with engine.record(tmp_path / "a.kvrec") as recorder:
+        for call in calls.values():
+            with pytest.raises((ValueError, LLMException)):
+                call()
+        assert not recorder.ended
+    found = {row.operation: row.fields for row in read(tmp_path / "a.kvrec").events}
+    assert found["unregister_cache"] == {"cache": str(2**70)}
+    assert found["unlink"] == {"comm": str(-(2**70))}
+    assert found["link"] == {"comm": r"\ud800"}

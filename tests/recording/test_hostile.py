@@ -1,8 +1,9 @@
-"""Recordings are whatever a file says: nothing of them commands a terminal, or ends a command."""
+"""A recording may have any content, which must not control a terminal or crash a command."""
 
 from __future__ import annotations
 
 import json
+import zlib
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ import pytest
 
 from kvplan.cli import main
 from kvplan.recording.format import (
+    COMPRESSED,
     END,
     EVENT,
     HEADER,
+    LENGTH,
     MAGIC,
     SPARE_ROOM,
     TEMPLATE,
@@ -27,7 +30,7 @@ ESCAPE = "\x1b]0;title\x07\x1b[2J"
 
 @pytest.fixture
 def hostile(tmp_path):
-    """Every text of it has an escape sequence, and values are of other types."""
+    """A recording whose texts have escape sequences, and whose values have other types."""
     rows = [
         (HEADER, "ab" * 8, 0, ESCAPE, ESCAPE, 1, 2, ESCAPE, 1.7e9, 5.0),
         (TRANSFER, 6.0, 0.1, ESCAPE, 1, f"{ESCAPE}\n 7 a row", ESCAPE, 7, 1, (1,), 0, ()),
@@ -46,7 +49,7 @@ def hostile(tmp_path):
     [[], ["--failed"], ["--plan", "0"], ["--block", "1:2"]],
     ids=" ".join,
 )
-def test_nothing_in_a_recording_commands_the_terminal(hostile, capsys, options):
+def test_a_recording_does_not_control_the_terminal(hostile, capsys, options):
     assert main(["trace", str(hostile), *options]) == 0
     text = capsys.readouterr().out
     assert text.replace("\n", "").isprintable()
@@ -66,7 +69,9 @@ def test_exports_are_json(hostile, tmp_path, capsys):
 
 def file_of(path, *rows):
     head = (HEADER, "ab" * 8, 0, "1", "host", 1, 2, "PROMPT", 1.7e9, 5.0)
-    path.write_bytes(MAGIC + b"".join(framed(map(encode, [head, *rows]))))
+    shorts = [zlib.compress(encode(row)) for row in (head, *rows)]  # the writer does so for some
+    frames = (LENGTH.pack(len(short) | COMPRESSED) + short for short in shorts)
+    path.write_bytes(MAGIC + b"".join(frames))
     return path
 
 
@@ -85,7 +90,7 @@ FAR_TOO_MANY = [
 
 @pytest.mark.parametrize("rows", FAR_TOO_MANY, ids=["parts", "leases", "a template", "many rows"])
 def test_a_small_file_takes_little_memory(rows, tmp_path, capsys):
-    """A row of a thousandth of its length in the file would become gigabytes of objects."""
+    """Each row would become gigabytes of objects, a thousand times its length in the file."""
     path = file_of(tmp_path / "small.kvrec", *rows)
     assert path.stat().st_size < 200_000
     assert main(["trace", str(path)]) == 2
@@ -93,7 +98,7 @@ def test_a_small_file_takes_little_memory(rows, tmp_path, capsys):
 
 
 def test_rows_that_compress_best_are_read(tmp_path):
-    """Segments of one size from one place, many times, in rows of one kind."""
+    """Rows of one kind have segments of one size from one place, many times."""
     count = 100_000
     same, offsets = np.full(count, 65536, "<u8"), np.arange(count, dtype="<u8") * 65536
     columns = [item.tobytes() for item in (same, offsets, same)]

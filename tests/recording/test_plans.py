@@ -1,4 +1,4 @@
-"""A plan that was recorded can be had back: equal, with its texts, whatever made it."""
+"""Plans are restored from a recording: equal, with their texts, and of every kind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.recording.operations import record, recorder
 from tests.support.plans import joined, lower_natively
 
 
-def assert_comes_back(*plans: Plan) -> None:
+def assert_restored(*plans: Plan) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.kvrec")
         with recorder(path) as writer:
@@ -36,43 +36,43 @@ def assert_comes_back(*plans: Plan) -> None:
     assert found == [*plans]
     for again, plan in zip(found, plans, strict=True):
         assert again.fingerprint == plan.fingerprint
-        assert again.to_dict() == plan.to_dict()  # tables and names too, which are not compared
+        assert again.to_dict() == plan.to_dict()  # also fields that equality ignores
         assert again.explain(limit=None) == plan.explain(limit=None)
 
 
 @given(transfers(), st.sampled_from(Coalesce))
-def test_of_every_operation(example, coalesce):
-    assert_comes_back(example.plan(coalesce))
+def test_plans_of_every_operation_are_restored(example, coalesce):
+    assert_restored(example.plan(coalesce))
 
 
 @given(test_unlike.transfers(), st.booleans())
-def test_between_unlike_caches(transfer, coalesce):
+def test_plans_between_unlike_caches_are_restored(transfer, coalesce):
     plan = test_unlike.planned(transfer, coalesce)
-    assert_comes_back(plan, plan.for_layers(plan.part.src_layers[-1:]))
+    assert_restored(plan, plan.for_layers(plan.part.src_layers[-1:]))
 
 
 @given(test_gather.requests())
-def test_of_a_gather_that_takes_some_heads_of_each_source(request):
+def test_plans_of_a_gather_of_heads_are_restored(request):
     sources, tables, dst, dst_blocks, num_tokens, rank = request
     rows = [Rows(source.desc, table) for source, table in zip(sources, tables, strict=True)]
     transfer = Transfer(rows, Rows(dst.desc, dst_blocks), num_tokens=num_tokens, rank=rank)
     plan = kvplan.plan(transfer)
-    assert_comes_back(plan, *plan.by_part().values())
+    assert_restored(plan, *plan.by_part().values())
 
 
 @given(transfers(), st.sampled_from(Coalesce))
-def test_of_groups(example, coalesce):
+def test_plans_of_groups_are_restored(example, coalesce):
     plan = example.plan(coalesce)
-    assert_comes_back(joined({"latent": plan, "scales": plan}))
+    assert_restored(joined({"latent": plan, "scales": plan}))
 
 
 @pytest.mark.parametrize("coalesce", Coalesce)
 @pytest.mark.parametrize("blocks", [1, 2, 3000])
-def test_of_tables_of_any_length(coalesce, blocks):
+def test_tables_of_any_length_are_restored(coalesce, blocks):
     desc = CacheDesc(2, (4096, 16), DataType.DT_FLOAT)
     src = [(7 * number) % 4096 for number in range(blocks)]
     dst = [*reversed(range(blocks))]
-    assert_comes_back(
+    assert_restored(
         kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst), coalesce=coalesce), local="dst")
     )
 
@@ -93,14 +93,14 @@ VARIANTS = [
 
 @pytest.mark.parametrize("one", range(len(VARIANTS)))
 @pytest.mark.parametrize("other", range(len(VARIANTS)))
-def test_plans_of_the_same_caches_that_differ_in_their_layers(one, other):
-    """Between the same two sides, as objects, which a recorder finds again by their identity."""
+def test_plans_of_the_same_caches_with_other_layers_are_restored(one, other):
+    """A recorder recognizes the two sides of both plans by their identity."""
     src, dst = VARIANTS[0].part.src, VARIANTS[0].part.dst
     parts = [replace(VARIANTS[number].part, src=src, dst=dst) for number in (one, other, one)]
-    assert_comes_back(*map(Plan.made, parts))
+    assert_restored(*map(Plan.made, parts))
 
 
-def test_each_side_is_named_as_the_operation_named_it():
+def test_each_side_has_the_name_of_its_operation():
     desc = CacheDesc(2, (16, 16), DataType.DT_FLOAT)
     part = kvplan.plan(Transfer(Rows(desc, [1, 2]), Rows(desc, [5, 7])), local="dst").part
     tables = (np.array(row, "<i8").tobytes() for row in ([1, 2], [5, 7]))
@@ -115,7 +115,7 @@ def test_each_side_is_named_as_the_operation_named_it():
 @pytest.mark.parametrize("tokens", [None, 5])
 @pytest.mark.parametrize("kind", ["B2B", "C2B", "C2C"])
 def test_a_request_that_was_lowered_without_a_plan_is_recorded_as_its_plan(tmp_path, kind, tokens):
-    """Whole rows without planning them: slots of 8 tokens, into blocks of 4 or a shorter slot."""
+    """Whole rows are not planned: slots of 8 tokens, into blocks of 4 or a shorter slot."""
     sizes = {"B2B": (4, 4), "C2B": (8, 4), "C2C": (8, 6)}[kind]
     sides, memories = [], []
     words = {"B": "block", "C": "slot"}
@@ -136,3 +136,25 @@ def test_a_request_that_was_lowered_without_a_plan_is_recorded_as_its_plan(tmp_p
     (row,) = read(tmp_path / "a.kvrec").transfers
     part = plan_rows(operation, kind, *sides, read_rows, written, num_tokens=tokens)
     assert row.plan == Plan([part])
+
+
+@pytest.mark.parametrize("coalesce", Coalesce)
+def test_rows_with_gaps_between_them_are_recorded_as_their_plan(coalesce):
+    """Two caches that share a memory have such gaps: the blocks of one lie between the other's."""
+    blocks, spaced = (
+        CacheDesc(2, (6, 4, 8), DataType.DT_INT8, kv_tensor_format="block token dim", row_stride=n)
+        for n in (40, 56)
+    )
+    slots = CacheDesc(
+        2, (6, 8, 8), DataType.DT_INT8, kv_tensor_format="slot token dim", row_stride=80
+    )
+    assert_restored(
+        *(
+            kvplan.plan(Transfer(src, dst, coalesce=coalesce), local="dst")
+            for src, dst in (
+                (Rows(blocks, [1, 2, 5]), Rows(blocks, [0, 3, 4])),
+                (Rows(blocks, [5, 4]), Rows(spaced, [2, 1])),
+                (Rows(slots, slot=3), Rows(spaced, [4, 2])),
+            )
+        )
+    )

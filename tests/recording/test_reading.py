@@ -1,4 +1,4 @@
-"""Queries of recordings, and traces made of them."""
+"""Queries of recordings, and traces that are made of them."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_rows_are_selected(recording):
     assert numbers(since=tenth, failed=True, tag="request 2") == [17]
 
 
-def test_the_last_write_is_of_the_transfer_that_ended_last(tmp_path):
-    """And not of the one that began last, in whatever order their rows are."""
+def test_the_last_write_belongs_to_the_transfer_that_ended_last(tmp_path):
+    """The transfer that began last, and the order of the rows, do not matter."""
     plan = kvplan.plan(Transfer(Rows(DESC, [1]), Rows(Cache(DESC, 1), [4])), local="dst")
     long = Done(plan, tag="long", started=100.0), 3.0
     short = Done(plan, tag="short", started=101.0), 1.0
@@ -69,7 +69,7 @@ def test_the_last_write_is_of_the_transfer_that_ended_last(tmp_path):
 
 
 def test_pushes_of_peers_count_from_those_that_went_to_this_engine(tmp_path):
-    """A peer pushes into block 4 of cache 1 of two engines: one is cluster 3, which asks."""
+    """A peer pushes into block 4 of cache 1 of two engines; only cluster 3 asks."""
     plan = kvplan.plan(Transfer(Rows(DESC, [1]), Rows(Cache(DESC, 1), [4])))
     with recorder(tmp_path / "own") as writer:
         record(writer, plan, "a pull")
@@ -88,8 +88,8 @@ def test_pushes_of_peers_count_from_those_that_went_to_this_engine(tmp_path):
 
 
 @given(test_unlike.transfers())
-def test_who_wrote_knows_each_byte_of_a_row(transfer):
-    """Against what the plan writes of an array of zeros, byte for byte."""
+def test_the_writer_of_each_byte_of_a_row_is_known(transfer):
+    """A transfer into an array of zeros is the oracle, byte for byte."""
     plan = test_unlike.planned(transfer, True)
     dst = plan.part.dst
     written = np.zeros((dst.num_tensors, dst.tensor_nbytes), bool)
@@ -111,7 +111,7 @@ def test_who_wrote_knows_each_byte_of_a_row(transfer):
             assert set(found[0]) <= set(range(plan.part.src.count))
 
 
-def test_a_trace_keeps_the_rules_of_its_format(recording):
+def test_a_trace_conforms_to_its_format(recording):
     trace = json.loads(json.dumps(trace_of([(recording, recording.rows)])))
     assert trace["displayTimeUnit"] in ("ms", "ns")
     assert_is_a_trace(trace["traceEvents"])
@@ -126,7 +126,7 @@ def test_a_trace_keeps_the_rules_of_its_format(recording):
 
 
 def test_a_trace_has_each_event_in_its_order(tmp_path):
-    """A lease that comes first, and an event that only names it."""
+    """A lease comes first, and another event only names the lease."""
     with recorder(tmp_path / "a.kvrec") as writer:
         for name in ("lease", "move", "release"):
             writer.event(name, 0, 0.0, "", {"lease": 4, "tag": "mine"})
@@ -140,7 +140,7 @@ def test_a_trace_has_each_event_in_its_order(tmp_path):
 
 
 def assert_is_a_trace(events: list[dict]) -> None:
-    """What the Trace Event Format asks for of these phases."""
+    """Check that events conform to the Trace Event Format, for these phases."""
     names, spans = {}, defaultdict(list)
     flows: dict[int, list[dict]] = defaultdict(list)
     slices = defaultdict(list)
@@ -174,14 +174,14 @@ def assert_is_a_trace(events: list[dict]) -> None:
     for begin, end in flows.values():
         assert (begin["ph"], end["ph"], end["bp"]) == ("s", "f", "e")
         assert begin["ts"] <= end["ts"]
-        for event in (begin, end):  # it is bound to the slice that it begins in
+        for event in (begin, end):  # bound to the slice around its beginning
             at = slices[event["pid"], event["tid"]]
             assert any(start <= event["ts"] <= stop for start, stop in at)
 
 
-def test_transfers_that_overlap_have_tracks_beside_each_other(tmp_path):
+def test_overlapping_transfers_have_different_tracks(tmp_path):
     with recorder(tmp_path / "a.kvrec") as writer:
-        for _ in range(4):  # each of 1 ms, begun within it
+        for _ in range(4):  # each takes 1 ms, and the next begins within it
             record(writer, PLAN)
     recording = read(tmp_path / "a.kvrec")
     events = trace_of([(recording, recording.rows)])["traceEvents"]
@@ -192,7 +192,7 @@ def test_transfers_that_overlap_have_tracks_beside_each_other(tmp_path):
 
 
 class Counted(float):
-    """A time that counts how often it is compared."""
+    """A time that counts its comparisons."""
 
     compared = 0
 
@@ -206,13 +206,13 @@ class Counted(float):
         return Counted(float(self) + float(other))
 
 
-def test_overlapping_transfers_are_shared_out_in_few_steps(recording):
+def test_overlapping_transfers_get_tracks_in_few_steps(recording):
     count = 4000
     first = recording.transfers[0]
     Counted.compared = 0
     found = lanes(replace(first, time=Counted(start), seconds=count) for start in range(count))
     assert [len(lane) for _, lane in found] == [1] * count
-    assert Counted.compared < 40 * count  # each with each: 2,000 * count
+    assert Counted.compared < 40 * count  # comparing all pairs takes 2,000 * count
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=30))
@@ -228,7 +228,7 @@ def test_transfers_of_a_track_do_not_overlap_and_tracks_are_few(times):
     assert sorted(map(id, made)) == sorted(id(one) for lane in found for one in lane)
     for lane in found:
         assert all(a.time + a.seconds <= b.time for a, b in pairwise(lane))
-    most: list[list[Timed]] = []  # by the rule of the first free track, which is optimal
+    most: list[list[Timed]] = []  # the first free track is the optimal choice
     for timed in sorted(made, key=lambda timed: timed.time):
         free = [lane for lane in most if lane[-1].time + lane[-1].seconds <= timed.time]
         (free[0] if free else most.append([]) or most[-1]).append(timed)

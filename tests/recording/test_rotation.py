@@ -1,7 +1,8 @@
-"""The files of a recording: which are written, renamed, read together, and left alone."""
+"""The files of a recording: written, renamed, read together, or left alone."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import stat
@@ -51,9 +52,28 @@ def test_each_file_that_rotates_is_readable_by_itself(tmp_path):
     assert [row.number for row in whole.rows] == [*range(len(whole))]
 
 
+def test_a_full_file_is_locked_until_the_next_one_is(tmp_path):
+    """Another recorder could otherwise take one of them while they are renamed."""
+    path, locked = tmp_path / "a.kvrec", []
+
+    def head(number):
+        if number:
+            for name in (path, Path(f"{path}.1")):
+                with name.open("rb") as file, pytest.raises(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locked.append(name)
+        return [b"head"]
+
+    file = RotatingFile(path, head, max_bytes=SMALLEST, files=2)
+    for _ in range(3):
+        file.write([bytes(SMALLEST // 2)], compress=False)
+    file.close()
+    assert locked[:2] == [path, Path(f"{path}.1")]
+
+
 @pytest.mark.parametrize("more", [-1, 0, 1])
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "one by one"])
-def test_a_file_is_as_large_as_it_may_be_and_no_larger(tmp_path, more, at_once):
+def test_a_file_is_filled_up_to_its_limit(tmp_path, more, at_once):
     path = tmp_path / "a.kvrec"
     file = RotatingFile(path, lambda number: [b"head"], max_bytes=SMALLEST, files=4)
     sizes = [1000] * 5
@@ -76,8 +96,8 @@ def test_a_row_larger_than_a_file_has_one_of_its_own(tmp_path):
     assert sorted(tmp_path.iterdir()) == [path, Path(f"{path}.1")]
 
 
-def test_the_first_file_of_those_that_are_there_begins(tmp_path):
-    """What is older was removed: nothing says that it is missing, as the recording begins later."""
+def test_a_recording_begins_with_its_first_existing_file(tmp_path):
+    """Older rows were removed by rotation, so their absence is not reported as a loss."""
     path = tmp_path / "a.kvrec"
     with recorder(path, max_bytes=SMALLEST, files=4) as writer:
         for number in range(3000):
@@ -138,7 +158,7 @@ def test_a_file_that_is_missing_is_a_gap(tmp_path):
 
 @pytest.mark.parametrize("older", ["", ".1", ".2"])
 def test_no_file_of_another_kind_is_renamed_or_removed(tmp_path, older):
-    """A recording that rotates would: not even one beside it may be anything else."""
+    """Rotation would rename such a file, so a path beside the recording counts, too."""
     path = tmp_path / "a.kvrec"
     other = Path(f"{path}{older}")
     other.write_text("my notes")
@@ -161,7 +181,7 @@ def test_a_device_is_not_a_recording(tmp_path):
     assert [*tmp_path.iterdir()] == [device]
 
 
-def test_a_recording_of_before_is_kept(tmp_path):
+def test_an_earlier_recording_is_kept(tmp_path):
     path = tmp_path / "a.kvrec"
     for name in ("one", "two", "three"):
         with recorder(path) as writer:
@@ -171,12 +191,12 @@ def test_a_recording_of_before_is_kept(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_files_of_a_longer_recording_of_before_are_not_of_this_one(tmp_path):
-    """Its files follow the new one's, with higher numbers than those that this one has."""
+def test_files_of_a_longer_earlier_recording_are_not_included(tmp_path):
+    """The old files have higher numbers than the files of the new recording."""
     path = tmp_path / "a.kvrec"
     with recorder(path, max_bytes=SMALLEST, files=4) as writer:
         for number in range(60):
-            record(writer, PLAN, os.urandom(1500).hex())  # which is not compressed to nothing
+            record(writer, PLAN, os.urandom(1500).hex())  # random: not compressed
             if number % 10 == 0:
                 writer.flush()
     with recorder(path, max_bytes=SMALLEST, files=4) as writer:
@@ -195,8 +215,8 @@ def test_one_file_has_one_recorder(tmp_path):
 
 
 @pytest.mark.parametrize("older", [False, True], ids=["nothing there", "a recording there"])
-def test_one_of_two_recorders_that_begin_at_once_is_refused(tmp_path, monkeypatch, older):
-    """The other one begins before each call of the system that the first one makes, in turn."""
+def test_one_of_two_concurrent_recorders_is_refused(tmp_path, monkeypatch, older):
+    """The second one begins before each system call of the first one, in turn."""
     calls = "open", "fstat", "rename", "stat", "unlink"
     nth, was_reached = 0, True
     while was_reached:
@@ -235,7 +255,7 @@ def test_one_of_two_recorders_that_begin_at_once_is_refused(tmp_path, monkeypatc
     assert nth > 5
 
 
-def test_a_file_that_cannot_be_begun_is_not_in_use(tmp_path):
+def test_an_interrupted_file_is_not_in_use(tmp_path):
     def interrupted(number):
         raise KeyboardInterrupt
 
@@ -246,8 +266,8 @@ def test_a_file_that_cannot_be_begun_is_not_in_use(tmp_path):
 
 
 @pytest.mark.parametrize("files", [1, 2])
-def test_a_recording_that_cannot_begin_leaves_those_of_before_in_their_places(tmp_path, files):
-    """Such as on a full disk, where a program tries again."""
+def test_a_recording_that_cannot_begin_leaves_earlier_files_in_place(tmp_path, files):
+    """A program may try again on a full disk."""
     path = tmp_path / "a.kvrec"
     for name in ("one", "two")[-files:]:
         with recorder(path, files=files) as writer:
@@ -262,7 +282,7 @@ def test_a_recording_that_cannot_begin_leaves_those_of_before_in_their_places(tm
     assert [tags(each) for each in sorted(tmp_path.iterdir())] == [["two"], ["one"]][:files]
 
 
-def test_a_file_that_cannot_be_renamed_leaves_all_in_their_places(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_renamed_leaves_all_files_in_place(tmp_path, monkeypatch):
     path = tmp_path / "a.kvrec"
     for name in ("one", "two"):
         with recorder(path, files=2) as writer:
@@ -280,7 +300,7 @@ def test_a_file_that_cannot_be_renamed_leaves_all_in_their_places(tmp_path, monk
     assert [tags(each) for each in sorted(tmp_path.iterdir())] == [["two"], ["one"]]
 
 
-def test_without_a_thread_the_files_of_before_stay_in_their_places():
+def test_without_a_thread_earlier_files_stay_in_place():
     lone_user.run("""
         import tempfile
         from pathlib import Path
@@ -318,7 +338,7 @@ print(sys.argv[1] in open_files)
 """
 
 
-def test_a_partial_row_that_cannot_be_removed_hides_neither_the_reason_nor_the_file(tmp_path):
+def test_a_partial_row_that_cannot_be_removed_leaves_reason_and_file(tmp_path):
     code = textwrap.dedent(denying("ftruncate")) + FULL
     command = [sys.executable, "-W", "error", "-c", code, str(tmp_path / "a.kvrec")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

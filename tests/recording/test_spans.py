@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry, by option: one for each transfer, whatever becomes of it."""
+"""Spans of OpenTelemetry, by option: one for each transfer, whatever its outcome."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXPORTED = InMemorySpanExporter()
 
 
 class Failing(SpanProcessor):
-    """A program's own processor, which raises when a test says so."""
+    """A span processor of a program that raises on demand."""
 
     when = ""
 
@@ -44,7 +44,7 @@ FAILING = Failing()
 
 @pytest.fixture(scope="module", autouse=True)
 def _provider():
-    """The program's own, which can be set once in a process."""
+    """The tracer provider of the program, which can be set once per process."""
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(EXPORTED))
     provider.add_span_processor(FAILING)
@@ -65,7 +65,7 @@ def traced(peer):
         yield engine
 
 
-def test_a_transfer_is_a_span_of_the_callers(traced, peer, spans):
+def test_a_transfer_is_a_child_span_of_the_callers_span(traced, peer, spans):
     cache_id = peer.run(
         "it = datadist.allocate_blocks_cache(desc); result = it.cache_id", desc=DESC
     )
@@ -109,15 +109,15 @@ def test_a_failure_is_an_error_with_its_message(traced, spans):
     assert span.attributes["kvplan.status"] == "LLM_PARAM_INVALID"
 
 
-@pytest.mark.parametrize(("when", "said"), [("start", "begin"), ("end", "end")])
-def test_no_transfer_fails_when_tracing_does(traced, spans, caplog, when, said):
+@pytest.mark.parametrize(("when", "message"), [("start", "begin"), ("end", "end")])
+def test_a_failure_of_tracing_does_not_fail_the_transfer(traced, spans, caplog, when, message):
     here = traced.allocate_blocks_cache(DESC)
     FAILING.when = when
     try:
         traced.copy_blocks(here, {1: [2]})
     finally:
         FAILING.when = ""
-    assert f"could not {said} a span" in caplog.text
+    assert f"could not {message} a span" in caplog.text
     assert traced.metrics()["operations"]["copy_blocks"]["statuses"] == {"LLM_SUCCESS": 1}
 
 

@@ -1,4 +1,4 @@
-"""`kvplan trace`, as a shell runs it, of recordings of two engines."""
+"""`kvplan trace` as a shell command, on recordings of two engines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """A prefill engine that pushes to a decode engine; its second request has a wrong table."""
+    """A prefill engine that pushes to a decode engine; the second request has a wrong table."""
     folder = tmp_path_factory.mktemp("recorded")
     with LlmDataDist(1, LlmRole.PROMPT) as prefill, LlmDataDist(2, LlmRole.DECODER) as decode:
         decode.initialize({"llm.ListenIpInfo": "127.0.0.1:0"})
@@ -67,7 +67,7 @@ def run(capsys, *arguments: object, code: int = 0) -> str:
     return out
 
 
-def test_lists_one_line_a_transfer(recorded, capsys):
+def test_the_list_has_a_line_per_transfer(recorded, capsys):
     text = run(capsys, recorded[0])
     head, titles, *rows, count = text.splitlines()
     assert "cluster 1 (PROMPT), process" in head
@@ -98,7 +98,7 @@ def test_lists_one_line_a_transfer(recorded, capsys):
         (["--cluster", "5"], []),
     ],
 )
-def test_filters(recorded, capsys, options, tags):
+def test_filters_select_rows(recorded, capsys, options, tags):
     found = json.loads(run(capsys, recorded[0], *options, "--json"))
     assert found["schema_version"] == 1
     (recording,) = found["recordings"]
@@ -110,7 +110,7 @@ def test_filters(recorded, capsys, options, tags):
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_time_without_a_date_is_of_the_day_of_each_recording(tmp_path, capsys, order):
+def test_a_time_without_a_date_means_the_day_of_each_recording(tmp_path, capsys, order):
     files = []
     for day in (3, 4):
         hours = [datetime(2026, 5, day, hour).timestamp() for hour in (9, 10, 14)]
@@ -124,7 +124,7 @@ def test_a_time_without_a_date_is_of_the_day_of_each_recording(tmp_path, capsys,
     assert times == [datetime(2026, 5, (3, 4)[index], 14) for index in order]
 
 
-def test_who_wrote_a_block_is_found_with_the_peers_recording(recorded, capsys):
+def test_the_writer_of_a_block_is_found_in_the_peers_recording(recorded, capsys):
     prefill, decode, block = recorded
     alone = run(capsys, decode, "--block", block)
     cache_id = block.split(":")[0]
@@ -150,7 +150,7 @@ def test_a_plan_is_explained_and_saved(recorded, capsys, tmp_path):
     assert load_plan(out) == transfer.plan
 
 
-def test_what_is_saved_is_told_in_the_one_json_document(recorded, capsys, tmp_path):
+def test_saved_files_are_named_in_the_json_document(recorded, capsys, tmp_path):
     number = read(recorded[0]).transfers[1].number
     plan, trace = tmp_path / "plan.json", tmp_path / "trace.json"
     saves = ("--save-plan", number, plan, "--json")
@@ -166,7 +166,7 @@ def test_what_is_saved_is_told_in_the_one_json_document(recorded, capsys, tmp_pa
     )  # fmt: skip
 
 
-def test_a_folder_is_all_recordings_in_it(recorded, capsys, tmp_path):
+def test_a_folder_stands_for_all_its_recordings(recorded, capsys, tmp_path):
     prefill, decode, block = recorded
     assert run(capsys, prefill.parent) == run(capsys, decode, prefill)
     assert run(capsys, decode, prefill.parent / "prefill.kvrec", "--block", block) == run(
@@ -177,10 +177,10 @@ def test_a_folder_is_all_recordings_in_it(recorded, capsys, tmp_path):
     assert "has no file *.kvrec" in capsys.readouterr().err
 
 
-def test_operations_of_engines_are_known():
-    """Each that an engine counts: a table that lacks one would refuse what is recorded.
+def test_all_operations_of_engines_are_known():
+    """The table must have every operation that an engine counts, or it would refuse recordings.
 
-    What transfers are called is computed: see `test_every_operation_is_recorded_with_its_plan`.
+    Names of transfers are computed: see `test_every_operation_is_recorded_with_its_plan`.
     """
     source = "\n".join(path.read_text() for path in (ROOT / "kvplan/engine").glob("*.py"))
     call = r"(?:Operation\((?:self\._running\(\)|engine), |_recorded\(|_reported\(|operation = )"
@@ -190,7 +190,7 @@ def test_operations_of_engines_are_known():
 
 
 def test_a_cancelled_transfer_is_not_a_failure(capsys, caplog, tmp_path):
-    """It has an outcome of its own: in logs, metrics, links and recordings."""
+    """A cancellation has its own outcome in logs, metrics, links and recordings."""
     path = tmp_path / "a.kvrec"
     caplog.set_level("INFO", "kvplan")
     with LlmDataDist(1, LlmRole.PROMPT) as prefill, LlmDataDist(2, LlmRole.DECODER) as decode:
@@ -217,7 +217,7 @@ def test_a_cancelled_transfer_is_not_a_failure(capsys, caplog, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "message"),
     [
         ("dst:44,43", ""),
         ("src:8..9", ""),
@@ -233,14 +233,14 @@ def test_a_cancelled_transfer_is_not_a_failure(capsys, caplog, tmp_path):
         ("src:8..10", "src_blocks has 2 entries; 3 were expected"),
     ],
 )
-def test_a_block_table_is_compared(recorded, capsys, table, said):
+def test_a_block_table_is_compared(recorded, capsys, table, message):
     number = read(recorded[0]).transfers[1].number
     asked = (recorded[0], "--plan", number, "--expect", table)
-    text = run(capsys, *asked, code=bool(said))
+    text = run(capsys, *asked, code=bool(message))
     name = f"{table[:3]}_blocks"
-    assert text.splitlines()[-1] == (said or f"{name} is as expected")
-    found = json.loads(run(capsys, *asked, "--json", code=bool(said)))
-    assert found["unexpected"] == said
+    assert text.splitlines()[-1] == (message or f"{name} is as expected")
+    found = json.loads(run(capsys, *asked, "--json", code=bool(message)))
+    assert found["unexpected"] == message
     assert found["block_tables"] == [{"part": "", "src": [8, 9], "dst": [44, 43]}]
 
 
@@ -257,17 +257,22 @@ def test_layers_are_listed(capsys, tmp_path):
     assert [row.split()[4] for row in rows] == ["0>1", "0>1,0-1", "0"]
 
 
-def test_exports(recorded, capsys, tmp_path):
+def test_traces_are_exported(recorded, capsys, tmp_path):
     trace = tmp_path / "out.json"
     run(capsys, *recorded[:2], "--perfetto", trace)
     events = json.loads(trace.read_text())["traceEvents"]
     assert_is_a_trace(events)
     flows = [event for event in events if event["ph"] == "s"]
-    assert len(flows) == 1  # from the push of request 7 to the copy, in another engine
+    assert len(flows) == 1  # from the push of request 7 to the copy, in the other engine
+
+
+def test_a_trace_on_a_full_disk_names_its_file(recorded, capsys):
+    assert main(["trace", str(recorded[0]), "--perfetto", "/dev/full"]) == 2
+    assert capsys.readouterr().err == "kvplan: /dev/full: No space left on device\n"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["{0}", "{1}", "--plan", "1"], "need one FILE"),
         (["{0}", "--plan", "999"], "row 999 is not a transfer"),
@@ -280,6 +285,7 @@ def test_exports(recorded, capsys, tmp_path):
         (["{0}", "--block", "x"], "write CACHE:BLOCK"),
         (["{0}", "--since", "soon"], "--since soon"),
         (["{0}", "--compare", "#²", "x"], "has no transfer of that tag"),
+        (["{0}", "--compare", "#" + "9" * 5000, "x"], "has no transfer of that tag"),
         (["{0}", "--operation", "pull_blcks"], "similar: pull_blocks"),
         (["{0}", "--operation", "pusch"], "similar: push"),
         (["{0}.missing"], "No such file"),
@@ -288,16 +294,16 @@ def test_exports(recorded, capsys, tmp_path):
         ([__file__], "is not a recording"),
     ],
 )
-def test_arguments_that_are_not_understood_exit_with_2(recorded, capsys, arguments, said):
+def test_wrong_arguments_exit_with_2(recorded, capsys, arguments, message):
     assert main(["trace", *(argument.format(*recorded) for argument in arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert said in err
+    assert message in err
     assert "Traceback" not in err
 
 
 class TestCompare:
-    def test_two_requests(self, recorded, capsys):
+    def test_two_requests_are_compared(self, recorded, capsys):
         text = run(capsys, recorded[0], "--compare", "request 7", "request 8", code=1)
         assert re.search(r"^A: 1 transfer of request 7, in .*prefill.kvrec$", text, re.MULTILINE)
         assert "A #3, B #4\n" in text
@@ -306,11 +312,11 @@ class TestCompare:
             in (" ".join(text.split()))
         )
 
-    def test_rows_that_are_equal(self, recorded, capsys):
+    def test_equal_rows_are_identical(self, recorded, capsys):
         text = run(capsys, recorded[0], "--compare", "#3", "#3")
         assert text.endswith("A #3, B #3\n  same runs in the same order\n")
 
-    def test_two_files_and_what_only_one_has(self, recorded, capsys):
+    def test_requests_of_two_files_are_compared(self, recorded, capsys):
         document = json.loads(
             run(capsys, *recorded[:2], "--compare", "request 7*", "request 7*", "--json", code=1)
         )
@@ -320,7 +326,7 @@ class TestCompare:
         text = run(capsys, recorded[0], "--compare", "request*", "request 7", code=1)
         assert "A #4, B -\n  only A has this transfer\n" in text
 
-    def test_what_does_not_exist_is_refused(self, recorded, capsys):
+    def test_an_unknown_request_is_refused(self, recorded, capsys):
         for names, why in (
             (("request 77", "#1"), "--compare request 77: .* has no transfer of that tag"),
             (("#99", "#1"), "row 99 is not a transfer"),
@@ -342,12 +348,27 @@ COMBINED = [
 
 
 @pytest.mark.parametrize(("mode", "choice"), COMBINED)
-def test_a_choice_that_would_have_no_effect_is_refused(recorded, capsys, mode, choice):
+def test_an_option_without_effect_is_refused(recorded, capsys, mode, choice):
     assert main(["trace", str(recorded[1]), *mode.split(), *choice.split()]) == 2
     assert f"{choice.split()[0]} has no effect with {mode.split()[0]}" in capsys.readouterr().err
 
 
-def test_an_empty_tag_is_that_of_rows_without_one(recorded, capsys):
+def test_an_empty_tag_selects_rows_without_a_tag(recorded, capsys):
     out = run(capsys, recorded[0], "--tag", "", "--json")
     rows = json.loads(out)["recordings"][0]["rows"]
     assert {row.get("tag", row.get("fields", {}).get("tag", "")) for row in rows} == {""}
+
+
+def test_recordings_without_a_row_are_left_out_of_a_folder(recorded, capsys, tmp_path):
+    """Such as that of an engine which has just begun; by its own name it is refused."""
+    prefill, decode, _ = recorded
+    empty = tmp_path / "began.kvrec"
+    empty.touch()
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "has no file *.kvrec with a row" in capsys.readouterr().err
+    for path in (prefill, decode):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    both = run(capsys, tmp_path / decode.name, tmp_path / prefill.name)
+    assert run(capsys, tmp_path) == both
+    assert main(["trace", str(empty)]) == 2
+    assert "has no row yet" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The recorder alone: threads, small rows, full queues and disks, forks."""
+"""The recorder by itself: threads, small rows, full queues and disks, forks."""
 
 from __future__ import annotations
 
@@ -54,6 +54,15 @@ def test_no_row_of_eight_threads_is_lost_or_torn(tmp_path):
     before.check_nothing_new()
 
 
+def test_rows_of_equal_values_are_read(tmp_path):
+    """Checksums of blocks that are all zero are such values."""
+    path, sums = tmp_path / "a.kvrec", ("e4a6a0577479b2b4",) * 8192
+    with recorder(path) as writer:
+        for _ in range(20):
+            writer.event("sums", LLMStatusCode.LLM_SUCCESS, 0.0, "", {"sums": sums})
+    assert [row.fields["sums"] for row in read(path).events] == [[*sums]] * 20
+
+
 def test_a_row_is_small(tmp_path):
     path, count = tmp_path / "a.kvrec", 1000
     with recorder(path) as writer:
@@ -78,7 +87,7 @@ def test_the_number_of_known_sides_is_bounded(tmp_path):
 
 
 class Interrupted(Part):
-    """A part in whose recording others come between its template and its row."""
+    """A part during whose recording other rows come between its template and its row."""
 
     meanwhile: ClassVar[list[Callable[[], None]]] = []
 
@@ -116,7 +125,7 @@ def test_a_row_that_comes_late_has_its_template_in_a_file_that_rotated(tmp_path)
     assert row.plan == PLAN
 
 
-def test_rows_that_find_no_room_are_dropped_and_counted(tmp_path):
+def test_rows_without_room_are_dropped_and_counted(tmp_path):
     path = tmp_path / "a.kvrec"
     long = kvplan.plan(Transfer(Rows(DESC, range(4096)), Rows(DESC, range(4096))), local="dst")
     with recorder(path, max_queued=32 << 10) as writer:
@@ -130,7 +139,7 @@ def test_rows_that_find_no_room_are_dropped_and_counted(tmp_path):
     assert recording.transfers[1].plan == PLAN
 
 
-def test_a_forked_child_that_lives_on_does_not_keep_the_file(tmp_path):
+def test_a_living_forked_child_does_not_keep_the_file(tmp_path):
     path = tmp_path / "a.kvrec"
     reading, writing = os.pipe()
     with recorder(path) as writer:
@@ -174,7 +183,7 @@ def test_a_forked_child_writes_nothing(tmp_path):
 
 
 def test_a_child_forked_while_others_record_does_not_hang(tmp_path):
-    """It may be forked while another thread holds a lock of the recorder."""
+    """The fork may happen while another thread holds a lock of the recorder."""
     path = tmp_path / "a.kvrec"
     done = threading.Event()
     with recorder(path) as writer:
@@ -221,7 +230,7 @@ with LlmDataDist(1, LlmRole.MIX) as engine:
 """
 
 
-def test_a_full_disk_ends_the_recording_and_no_transfer(tmp_path):
+def test_a_full_disk_ends_only_the_recording(tmp_path):
     path = tmp_path / "a.kvrec"
     command = [sys.executable, "-W", "error", "-c", FULL, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -237,12 +246,12 @@ def test_a_full_disk_ends_the_recording_and_no_transfer(tmp_path):
     data, end = path.read_bytes(), len(MAGIC)
     while (row := row_in(data, end)) is not None:
         end = row.end
-    assert end == len(data)  # nothing of the row that had no room
+    assert end == len(data)  # without any byte of the row that had no room
     assert read(f"{path}.next").complete
 
 
-def test_after_its_end_nothing_is_queued(tmp_path):
-    """Of any kind of row, which the writer's thread would not take any more."""
+def test_an_ended_writer_queues_nothing(tmp_path):
+    """The thread of the writer has ended, and would not write any kind of row."""
     with recorder(tmp_path / "a.kvrec") as writer:
         record(writer, PLAN)
     common = {"common": object(), "kind": "B2B", "as_bytes": True}

@@ -1,4 +1,4 @@
-"""Runs programs with python itself and with the launcher, each in a folder of its own."""
+"""Runs of programs with python itself and with the launcher, each in a folder of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Folder:
-    """Where a program lies, is started, and what else it sees."""
+    """The folder of a program, from which it is started, and its environment."""
 
     path: Path
 
@@ -48,7 +48,7 @@ class Folder:
         path: Sequence[str | Path] = (),
         env: Mapping[str, str] | None = None,
     ) -> Outcome:
-        """Run the interpreter; `path`: what PYTHONPATH holds besides this source tree."""
+        """Run the interpreter; `path` is the content of PYTHONPATH besides this source tree."""
         environment = {item: os.environ[item] for item in os.environ if item != "PYTHONPATH"}
         environment["PYTHONPATH"] = os.pathsep.join(map(str, [*path, ROOT]))
         done = subprocess.run(
@@ -75,7 +75,7 @@ class Folder:
         return self.python(*arguments, flags=with_launcher, stdin=stdin, path=path, env=env)
 
     def run(self, program: str, *arguments: str, path: Sequence[str | Path] = ()) -> str:
-        """Launch a program that must succeed and be silent on stderr; return what it printed."""
+        """Launch a program that must succeed and be silent on stderr, and return its output."""
         self.write("program.py", program)
         done = self.launch("program.py", *arguments, path=path)
         assert (done.stderr, done.code) == ("", 0)

@@ -1,4 +1,4 @@
-"""`--as nixl`: `import nixl` of a program is kvplan's, also where another one is installed."""
+"""`--as nixl`: `import nixl` of a program is kvplan's, even if another one is installed."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ PROGRAM = (
 OURS = "True True True nixl_mem_t.DRAM_SEG\n"
 
 
-def test_it_is_kvplans_where_it_is_asked_for(folder: Folder) -> None:
+def test_nixl_is_kvplans_on_request(folder: Folder) -> None:
     done = folder.launch("--as", "nixl", "-c", PROGRAM)
     assert (done.stdout, done.stderr, done.code) == (OURS, "", 0)
     assert "No module named 'nixl'" in folder.launch("-c", PROGRAM).stderr
 
 
-def test_also_in_processes_that_the_program_starts(folder: Folder) -> None:
+def test_nixl_is_kvplans_in_child_processes(folder: Folder) -> None:
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {PROGRAM!r}])"
     assert folder.launch("--as", "nixl", "-c", program).stdout == OURS
 
 
-def test_an_installed_one_is_not_used_and_named(folder: Folder) -> None:
+def test_an_installed_nixl_is_named_and_not_used(folder: Folder) -> None:
     official = folder.write("site/nixl/__init__.py", "raise SystemError")
     done = folder.launch("--as", "nixl", "-c", PROGRAM, path=[official.parents[1]])
     assert done.stdout == OURS
     assert done.stderr == f"kvplan.run: nixl is kvplan's; {official} is not used\n"
 
 
-def test_an_installed_one_is_used_where_nothing_is_asked(folder: Folder) -> None:
+def test_an_installed_nixl_is_used_without_the_option(folder: Folder) -> None:
     official = folder.write("site/nixl.py", "print('official')")
     done = folder.launch("-c", "import nixl", path=[official.parent])
     assert (done.stdout, done.stderr) == ("official\n", "")
 
 
-def test_another_name_is_misuse() -> None:
+def test_another_name_is_refused() -> None:
     with pytest.raises(Misuse, match="--as 'ucx' must be one of nixl"):
         parse(["--as", "ucx", "program.py"])
     with pytest.raises(Misuse, match="--as '' must be one of nixl"):

@@ -1,4 +1,4 @@
-"""The processes that a launched program starts have kvplan's llm_datadist too."""
+"""Processes that a launched program starts: they have kvplan's llm_datadist, too."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_program_run_as_a_module_of_a_package(method: str, folder: Folder) -> 
 
 
 @pytest.mark.parametrize("flag", [[], ["-P"], ["-S"]], ids=["plain", "safe path", "no site"])
-def test_subprocesses_and_theirs(flag: list[str], folder: Folder) -> None:
+def test_subprocesses_and_their_subprocesses(flag: list[str], folder: Folder) -> None:
     folder.write("elsewhere/child.py", "import llm_datadist.configs as it; print(it.__name__)")
     said = folder.run(
         f"""
@@ -101,7 +101,7 @@ def test_subprocesses_and_theirs(flag: list[str], folder: Folder) -> None:
     assert said == "kvplan.llm_datadist.configs\nkvplan.llm_datadist\n"
 
 
-def test_a_shell_in_between(folder: Folder) -> None:
+def test_children_behind_a_shell(folder: Folder) -> None:
     said = folder.run(
         """
         import os, sys
@@ -141,7 +141,7 @@ def test_an_official_package_is_not_used_by_children(where: str, folder: Folder)
 
 @pytest.mark.slow
 def test_spawned_children_of_a_process_that_ignores_the_environment(folder: Folder) -> None:
-    """Their path is their parent's, whatever the interpreter reads."""
+    """Their path is that of their parent, in spite of the environment."""
     folder.write("worker.py", WORKER)
     said = folder.run(
         f"""
@@ -158,7 +158,7 @@ def test_spawned_children_of_a_process_that_ignores_the_environment(folder: Fold
     assert said == AS_EXPECTED
 
 
-def test_a_sitecustomize_that_was_there_still_runs(folder: Folder) -> None:
+def test_an_existing_sitecustomize_still_runs(folder: Folder) -> None:
     folder.write("site/sitecustomize.py", "import sys; sys.customized = __name__, __file__")
     show = "import sys, sitecustomize; print(*sys.customized, sitecustomize.__file__)"
     theirs = folder.path / "site" / "sitecustomize.py"
@@ -166,7 +166,7 @@ def test_a_sitecustomize_that_was_there_still_runs(folder: Folder) -> None:
     assert done.stdout == f"sitecustomize {theirs} {theirs}\n"
 
 
-def test_a_child_that_does_not_import_it_loads_nothing_of_kvplan(folder: Folder) -> None:
+def test_a_child_without_the_import_loads_nothing_of_kvplan(folder: Folder) -> None:
     said = folder.run(
         """
         import subprocess, sys

@@ -1,4 +1,4 @@
-"""`kvplan.llm_datadist.install()`: asked for, visible, undoable; nothing is shadowed without it."""
+"""`kvplan.llm_datadist.install()`: explicit, visible, undoable; nothing is shadowed without it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ OURS = ROOT / "kvplan" / "llm_datadist"
 
 
 def run(folder: Folder, program: str, *, official: bool = False) -> str:
-    """Run a program with python itself; with or without an official package installed."""
+    """Run a program with python itself, with or without an installed official package."""
     done = attempt(folder, program, official=official)
     assert (done.stderr, done.code) == ("", 0)
     return done.stdout
@@ -123,8 +123,8 @@ def test_version_1_is_refused_under_every_name(folder: Folder) -> None:
     assert said == "True\n" * 5
 
 
-def test_what_the_official_package_has_pickled_is_read(folder: Folder) -> None:
-    """Its pickles name its modules, which are ours then."""
+def test_pickles_of_the_official_package_are_read(folder: Folder) -> None:
+    """Pickles name modules of the official package, which are kvplan's then."""
     said = run(
         folder,
         """
@@ -138,7 +138,7 @@ def test_what_the_official_package_has_pickled_is_read(folder: Folder) -> None:
     assert said == "True\n"
 
 
-def test_what_is_not_there_is_not_found(folder: Folder) -> None:
+def test_missing_modules_are_not_found(folder: Folder) -> None:
     said = run(
         folder,
         """
@@ -213,7 +213,7 @@ def test_an_official_package_that_could_be_imported_is_named(folder: Folder) -> 
     ]
 
 
-def test_without_an_official_package_nothing_is_said(folder: Folder) -> None:
+def test_without_an_official_package_no_warning_is_printed(folder: Folder) -> None:
     said = run(
         folder,
         """
@@ -227,7 +227,7 @@ def test_without_an_official_package_nothing_is_said(folder: Folder) -> None:
     assert said == f"llm_datadist is kvplan's, {OURS}\n"
 
 
-def test_under_the_launcher_it_is_installed_when_it_is_imported(folder: Folder) -> None:
+def test_the_launcher_installs_at_the_first_import(folder: Folder) -> None:
     program = """
         import kvplan.llm_datadist as ours
         for _ in range(2):
@@ -239,7 +239,7 @@ def test_under_the_launcher_it_is_installed_when_it_is_imported(folder: Folder) 
     assert folder.run(program) == f"False {said}True {said}"
 
 
-def test_threads_that_import_it_at_once(folder: Folder) -> None:
+def test_threads_import_at_once(folder: Folder) -> None:
     said = folder.run(
         """
         import sys

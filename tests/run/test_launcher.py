@@ -1,4 +1,4 @@
-"""A program under the launcher: what python itself makes of it, and kvplan's llm_datadist."""
+"""Programs under the launcher: they run as with python itself, with kvplan's llm_datadist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ print([it for it in sys.path if it != {str(STUBS)!r}], sys.flags, sys.warnoption
 """
 
 HEEDS_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-"""Also where a shell had started the tests in the background, and so made them ignore those."""
+"""A shell that starts the tests in the background makes them ignore these signals."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ QUICK = {
         for item in SAME
     ],
 )
-def test_it_is_what_python_makes_of_it(case: Case, folder: Folder) -> None:
+def test_a_program_runs_as_with_python(case: Case, folder: Folder) -> None:
     folder.write("program.py", case.program)
     folder.write("package/__init__.py", "")
     folder.write("package/__main__.py", LOOK)
@@ -116,7 +116,7 @@ def test_it_is_what_python_makes_of_it(case: Case, folder: Folder) -> None:
         archive.writestr("__main__.py", LOOK)
     extra = folder.path / "extra"
     plain = folder.python(*case.arguments, flags=case.flags, stdin=case.stdin, path=[extra])
-    # -S leaves the packages that kvplan needs out of the launcher too: they are put in by path.
+    # With -S the launcher lacks the packages that kvplan needs, so they come by path.
     needed = (
         [item for item in sys.path if item.endswith("site-packages")] if "-S" in case.flags else []
     )
@@ -136,8 +136,8 @@ def test_a_signal_is_the_cause_of_death_also_for_the_waiting_parent(folder: Fold
     assert folder.launch("program.py").code == -signal.SIGINT
 
 
-def test_what_is_interrupted_is_the_program(folder: Folder) -> None:
-    """The process that was started is the program: it gets the signals that are sent to it."""
+def test_an_interrupt_reaches_the_program(folder: Folder) -> None:
+    """The started process is the program, so signals that are sent to the process reach it."""
     folder.write(
         "program.py",
         f"""
@@ -172,7 +172,7 @@ def test_llm_datadist_is_kvplans(folder: Folder) -> None:
 
 
 def test_a_program_in_another_folder_finds_a_kvplan_that_runs_from_its_tree(folder: Folder) -> None:
-    """Nothing but the launcher's working folder says where kvplan is."""
+    """Only the launcher's working folder shows where kvplan is."""
     program = folder.write("program.py", "import llm_datadist; print(llm_datadist.__file__)")
     done = subprocess.run(
         [sys.executable, "-S", "-m", "kvplan.run", str(program)],
@@ -197,7 +197,7 @@ def test_an_official_package_is_not_used_and_named(where: str, folder: Folder) -
     assert str(ROOT / "kvplan" / "llm_datadist") in line
 
 
-def test_a_folder_that_only_has_the_name_is_not_taken_for_a_package(folder: Folder) -> None:
+def test_a_folder_with_the_name_is_not_taken_for_a_package(folder: Folder) -> None:
     folder.write("llm_datadist/notes.txt", "")
     assert folder.run("import llm_datadist; print(llm_datadist.__name__)") == (
         "kvplan.llm_datadist\n"
@@ -234,7 +234,7 @@ def test_help(folder: Folder) -> None:
         (("-u", "program.py"), "no option -u; options of python go before -m kvplan.run"),
     ],
 )
-def test_a_line_that_is_not_understood_exits_with_2(
+def test_an_invalid_command_line_exits_with_2(
     arguments: tuple[str, ...], why: str, folder: Folder
 ) -> None:
     misused = folder.launch(*arguments)
@@ -278,7 +278,7 @@ def test_started_by_another_program_it_keeps_what_the_interpreter_knows(folder: 
 
 
 def test_a_tool_that_was_to_run_the_launcher_runs_the_program(folder: Folder) -> None:
-    """Or a profiler would see nothing of it, and a debugger lose it."""
+    """A profiler or a debugger would otherwise miss the program."""
     folder.write("program.py", "import llm_datadist\ndef f(): print(llm_datadist.__name__)\nf()")
     profiled = folder.launch("program.py", flags=["-m", "cProfile"])
     assert profiled.code == 0

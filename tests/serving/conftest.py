@@ -12,7 +12,7 @@ from tests.serving.worker import Worker
 
 @pytest.fixture
 def make_worker() -> Iterator[Callable[..., Worker]]:
-    """Make workers in this process, by cluster id; they are closed after the test."""
+    """A function that makes workers in this process, by cluster id; the fixture closes them."""
     with ExitStack() as held:
 
         def make(cluster_id: int = 2, **options: Any) -> Worker:
@@ -25,7 +25,7 @@ def make_worker() -> Iterator[Callable[..., Worker]]:
 
 @pytest.fixture(scope="session")
 def idle() -> Iterator[list[Peer]]:
-    """Processes without a worker: to start one takes longer than most tests."""
+    """Processes without a worker, because starting one takes longer than most tests."""
     peers: list[Peer] = []
     yield peers
     for peer in peers:
@@ -34,7 +34,7 @@ def idle() -> Iterator[list[Peer]]:
 
 @pytest.fixture
 def make_peer(idle: list[Peer]) -> Iterator[Callable[..., Peer]]:
-    """Make workers in processes of their own; they end after the test."""
+    """A function that makes workers in processes of their own; the fixture ends them."""
     made = []
 
     def make(cluster_id: int = 1, **options: Any) -> Peer:

@@ -1,4 +1,4 @@
-"""A worker of a model whose layers are in two groups, one of them with a sliding window."""
+"""A worker of a model whose layers form two groups, one of them with a sliding window."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ BLOCK_TOKENS, BLOCKS = 8, 32
 GROUPS = ("window", "full")
 
 Tables = Sequence[tuple[Sequence[int], int]]
-"""Of each group its blocks, and how many before them are skipped."""
+"""The blocks of each group, and the number of skipped blocks before them."""
 
 
 class GroupWorker(Base):
-    """With a cache of each group, in the same memory."""
+    """A worker with a cache for each group, in the same memory."""
 
     def __init__(self, cluster_id: int, *, groups: int = 2, **options: Any) -> None:
         self.groups = GROUPS[:groups]
@@ -34,7 +34,7 @@ class GroupWorker(Base):
         ]
 
     def finish(self, sequence: int, request: int, tables: Tables, tokens: int) -> None:
-        """Compute what a request still has in each group, and offer it."""
+        """Compute the tokens that a request still has in each group, and offer it."""
         for mine, right in self._rows(request, tables, 0, tokens):
             mine[:] = right
         self.enter(sequence, request, _tables(tables), tokens)
@@ -45,14 +45,14 @@ class GroupWorker(Base):
         return super().fetch(reference, _tables(tables), first, name)
 
     def has(self, request: int, tables: Tables, first: int, tokens: int) -> bool:
-        """Whether blocks hold these tokens of a request, as far as they are not skipped."""
+        """Return True if blocks hold these tokens of a request, except skipped ones."""
         return all(
             np.array_equal(mine, right)
             for mine, right in self._rows(request, tables, first, tokens)
         )
 
     def written(self) -> set[int]:
-        """Blocks that are not as they were at the beginning."""
+        """Return the blocks that have changed since the beginning."""
         return {
             block for block in range(BLOCKS) if any(array[block].any() for array in self.arrays)
         }
@@ -60,7 +60,7 @@ class GroupWorker(Base):
     def _rows(
         self, request: int, tables: Tables, first: int, tokens: int
     ) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:
-        """Where each token is, and what the model computes for it: other layers in each group."""
+        """Yield the place of each token, and its computed value, which differs between groups."""
         for group, (blocks, skipped) in enumerate(tables):
             whole = contents(1000 * group + request, tokens)
             for token in range(max(first, skipped * BLOCK_TOKENS), tokens):

@@ -10,7 +10,7 @@ from tests.support import peer
 
 
 class Peer(peer.Peer):
-    """What it runs can use its `worker`."""
+    """A process whose snippets can use its `worker`."""
 
     module = "tests.serving.peer_process"
 
@@ -23,7 +23,7 @@ class Peer(peer.Peer):
             raise
 
     def begin(self, cluster_id: int, **options: Any) -> None:
-        """Let it have a worker."""
+        """Make a worker in the process."""
         code = "worker = Worker(cluster_id, **options); result = worker.source"
         self.source: Source = self.run(code, cluster_id=cluster_id, options=options)
 

@@ -1,4 +1,4 @@
-"""What a `Peer` has: workers by name, which its tests make."""
+"""The names that snippets in a `Peer` can use: they make workers by name."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Asks beside a model of them: who is answered, what waits, which bytes are counted."""
+"""Asks compared with a model: answered and waiting consumers, and counted bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class Spawned:
-    """Runs coroutines at once."""
+    """Tasks that run coroutines at once."""
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], cluster_id: int) -> None:
         with pytest.raises(StopIteration):
@@ -43,7 +43,7 @@ class Spawned:
 
 
 class Pushes:
-    """The goals that were added, by cluster, number and transfer."""
+    """The added goals, by cluster, number and transfer."""
 
     def __init__(self) -> None:
         self.added: dict[tuple[int, int, str], Goal] = {}
@@ -71,7 +71,7 @@ def goal_of(cluster_id: int, number: int, nbytes: int) -> Goal:
 
 
 class Machine:
-    """The asks of two consumers, their model, and what happens with random arguments."""
+    """The asks of two consumers, their model, and events with random arguments."""
 
     def __init__(self, random: Random, loop: Loop) -> None:
         self.random, self.loop = random, loop
@@ -91,7 +91,8 @@ class Machine:
         self.expected: list[tuple[int, int, bool]] = []
         self.waiting: dict[tuple[int, int], Waiting] = {}
         self.parts: dict[tuple[int, int], list[bytes]] = {}  # oldest first
-        self.known: dict[Handle | str, bool] = {}  # True: entered; False: has ended
+        self.known: dict[Handle | str, bool] = {}  # True: entered; False: ended
+        self.absent: set[int] = set()  # at the last look, and silent since
 
     async def send(self, cluster_id: int, messages: Sequence[Message]) -> None:
         for message in messages:
@@ -99,10 +100,11 @@ class Machine:
             self.answers.append((cluster_id, message.number, isinstance(message, Grant)))
 
     def ask(self) -> None:
-        """A consumer asks; its goal comes in parts, of which the last may be lost."""
+        """Let a consumer ask; its goal comes in parts, of which the last may be lost."""
         cluster_id, number = self.random.choice(CLUSTERS), self.random.choice(NUMBERS)
         name: Handle | str = self.random.choice((*HANDLES, *NAMES))
-        if self.waiting and self.random.random() < 0.3:  # again, as after the end of a link
+        # an ask is repeated, as after the end of a link
+        if self.waiting and self.random.random() < 0.3:
             cluster_id, number = self.random.choice([*self.waiting])
             name = self.waiting[cluster_id, number].name
         data = b""
@@ -113,27 +115,28 @@ class Machine:
         lost = len(pieces) > 1 and self.random.random() < 0.5
         own = name.value if isinstance(name, Handle) else b""
         transfer = name if isinstance(name, str) else ""
-        dropped = False  # with its first parts; the others still come
+        dropped = False  # by the loss of its first parts, although the others still come
         for part, piece in enumerate(pieces[: len(pieces) - lost]):
             ask = Ask(number, INSTANCE, own, DIGEST, transfer, part, len(pieces), piece)
             self.asks.take(cluster_id, ask)
+            self.absent.discard(cluster_id)
             if len(pieces) > 1 and not dropped:
                 dropped = not self.model_part((cluster_id, number), ask)
         if not lost and not dropped:
             self.model_ask((cluster_id, number), name, data)
 
     def model_part(self, key: tuple[int, int], ask: Ask) -> bool:
-        """Keep a part; return False if it was dropped, as more bytes were sent than may wait."""
+        """Keep a part; return False if it was dropped because more bytes came than may wait."""
         if ask.part == 0:
             self.parts.pop(key, None)
         self.parts.setdefault(key, []).append(ask.data)
         if len(self.parts[key]) == ask.parts:
             del self.parts[key]
-        waits = self.waiting.get(key)  # the goal of these parts replaces it
+        waits = self.waiting.get(key)  # the goal of these parts replaces the waiting one
         limit = MAX_GOAL_NBYTES + (0 if waits is None else len(waits.goal))
-        while self.nbytes(key[0]) > limit and (of := self.parts_of(key[0])):
-            del self.parts[of[0]]
-            self.expected.append((*of[0], False))
+        while self.nbytes(key[0]) > limit and (parts_of_cluster := self.parts_of(key[0])):
+            del self.parts[parts_of_cluster[0]]
+            self.expected.append((*parts_of_cluster[0], False))
         return key in self.parts or ask.part + 1 == ask.parts
 
     def parts_of(self, cluster_id: int) -> list[tuple[int, int]]:
@@ -141,20 +144,22 @@ class Machine:
 
     def nbytes(self, cluster_id: int) -> int:
         parts = [part for key in self.parts_of(cluster_id) for part in self.parts[key]]
-        goals = [one.goal for key, one in self.waiting.items() if key[0] == cluster_id]
+        goals = [
+            waiting_ask.goal for key, waiting_ask in self.waiting.items() if key[0] == cluster_id
+        ]
         return sum(map(len, goals)) + sum(len(part) + PART_NBYTES for part in parts)
 
     def model_ask(self, key: tuple[int, int], name: Handle | str, goal: bytes) -> None:
         if name in self.known:
             self.expected.append((*key, self.known[name]))
             return
-        of_cluster = [one for one in self.waiting if one[0] == key[0]]
+        of_cluster = [waiting_ask for waiting_ask in self.waiting if waiting_ask[0] == key[0]]
         before = self.waiting.get(key)
-        kept = self.nbytes(key[0]) - (0 if before is None else len(before.goal))
+        waiting_nbytes = self.nbytes(key[0]) - (0 if before is None else len(before.goal))
         if (
             (before is not None and before.name != name)
             or (before is None and len(of_cluster) >= MAX_WAITING)
-            or (goal and kept + len(goal) > MAX_GOAL_NBYTES)
+            or (goal and waiting_nbytes + len(goal) > MAX_GOAL_NBYTES)
         ):
             self.expected.append((*key, False))
             return
@@ -169,7 +174,7 @@ class Machine:
             self.expected.append((*key, granted))
 
     def waits_for(self, *names: Handle | str) -> list[tuple[int, int]]:
-        return [key for key, one in self.waiting.items() if one.name in names]
+        return [key for key, waiting_ask in self.waiting.items() if waiting_ask.name in names]
 
     def enter(self) -> None:
         own, name = self.random.choice(HANDLES), self.random.choice(("", *NAMES))
@@ -195,29 +200,41 @@ class Machine:
         self.answer([key for key in self.waits_for(name) if key[0] == cluster_id], granted=False)
 
     def unlink(self) -> None:
-        linked = self.random.choice(((), *((one,) for one in CLUSTERS)))
+        """Change the links.
+
+        An ask outlives its link if a link or another ask exists at the next look.
+        """
+        linked = self.random.choice(((), *((waiting_ask,) for waiting_ask in CLUSTERS)))
         self.asks.keep(linked)
-        self.waiting = {key: one for key, one in self.waiting.items() if key[0] in linked}
-        self.parts = {key: one for key, one in self.parts.items() if key[0] in linked}
+        absent = {cluster_id for cluster_id, _ in (*self.waiting, *self.parts)} - {*linked}
+        removed, self.absent = absent & self.absent, absent
+        self.waiting = {
+            key: waiting_ask for key, waiting_ask in self.waiting.items() if key[0] not in removed
+        }
+        self.parts = {
+            key: waiting_ask for key, waiting_ask in self.parts.items() if key[0] not in removed
+        }
 
     def later(self) -> None:
-        """Time passes; who has asked for a handle too early gives up, each after its own ask."""
+        """Let time pass, after which an early ask for a handle may have timed out."""
         self.loop.now += self.random.choice((1.0, 3.0, ENTER_S))
 
     async def check(self) -> None:
-        for _ in range(2):  # the timers that are due
+        for _ in range(2):  # runs the timers that are due
             await asyncio.sleep(0)
         late = [
             key
-            for key, one in self.waiting.items()
-            if isinstance(one.name, Handle) and one.until <= self.loop.now
+            for key, waiting_ask in self.waiting.items()
+            if isinstance(waiting_ask.name, Handle) and waiting_ask.until <= self.loop.now
         ]
         self.answer(late, granted=False)
         assert sorted(self.answers) == sorted(self.expected)
-        kept = {key: one.name for key, one in self.waiting.items()}
-        held = {key: name for name, all_of in self.asks.waiting.items() for key in all_of}
-        assert held == kept
-        assert self.asks.clusters() == {cluster_id for cluster_id, _ in (*kept, *self.parts)}
+        names_by_key = {key: waiting_ask.name for key, waiting_ask in self.waiting.items()}
+        held = {key: name for name, asks_by_key in self.asks.waiting.items() for key in asks_by_key}
+        assert held == names_by_key
+        assert self.asks.clusters() == {
+            cluster_id for cluster_id, _ in (*names_by_key, *self.parts)
+        }
         for cluster_id, consumer in self.asks._consumers.items():
             assert consumer.nbytes == self.nbytes(cluster_id)
             assert {*consumer.parts} == {number for _, number in self.parts_of(cluster_id)}
@@ -245,7 +262,7 @@ async def walk(random: Random, loop: Loop) -> None:
 def test_each_ask_is_answered_once_as_the_model_says(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With small limits, so that they are reached."""
+    """The limits are small, so that the walk reaches them."""
     monkeypatch.setattr(asks, "MAX_WAITING", MAX_WAITING)
     monkeypatch.setattr(asks, "MAX_GOAL_NBYTES", MAX_GOAL_NBYTES)
     loop = Loop()

@@ -1,14 +1,16 @@
-"""The producer's book: when blocks are free, and who gets a lease."""
+"""The producer's book: it grants leases, and decides when blocks are free."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from kvplan import BlockLease, Cache, CacheDesc, DataType, LLMException, LLMStatusCode
 from kvplan.serving import CacheGroup, LeaseBook, Table
 from kvplan.serving.book import NotYetError
+from kvplan.serving.tables import tables_of
 from tests.serving.worker import handle
 from tests.support.refusals import refused
 
@@ -17,13 +19,13 @@ CACHE = Cache(CacheDesc(num_tensors=1, shape=(8, 4), data_type=DataType.DT_FLOAT
 
 
 class Engine:
-    """Gives leases, and can refuse to."""
+    """An engine that grants leases, and can refuse to."""
 
     def __init__(self) -> None:
         self.live: list[BlockLease] = []
         self.renewed: list[BlockLease] = []
         self.refusal: LLMStatusCode | None = None
-        self.refused: frozenset[int] | None = None  # only of leases of these blocks
+        self.refused: frozenset[int] | None = None  # None: leases of all blocks
 
     def lease_blocks(
         self, cache: Cache, blocks: Sequence[int], *, tag: str = "", ttl_ms: float | None = None
@@ -39,7 +41,7 @@ class Engine:
 
     def release(self, lease: BlockLease) -> None:
         self._refuse(lease.blocks)
-        if lease in self.live:  # it may have ended
+        if lease in self.live:  # an ended lease is not listed
             self.live.remove(lease)
 
     def _refuse(self, blocks: Sequence[int]) -> None:
@@ -54,7 +56,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def clock() -> Callable[[float], float]:
-    """Called with seconds: goes on; with 0: the time."""
+    """A clock: a call with seconds advances the time, a call with 0 returns it."""
     now = [100.0]
 
     def clock(seconds: float = 0) -> float:
@@ -66,7 +68,7 @@ def clock() -> Callable[[float], float]:
 
 @pytest.fixture
 def book(engine: Engine, clock: Callable[[float], float]) -> Iterator[LeaseBook]:
-    """Of leases of 5 s, with request "a" of handle 0."""
+    """A book of leases of 5 s, with request "a" of handle 0."""
     book = LeaseBook(engine, CACHE, 5_000, clock=lambda: clock(0))
     book.enter("a", [3, 1], b"digest", handle=handle(0))
     yield book
@@ -79,17 +81,17 @@ def test_a_lease_names_the_blocks_and_the_request(book: LeaseBook) -> None:
     assert (lease.blocks, lease.tag) == ((3, 1), "a")
 
 
-def test_it_is_given_for_the_same_tokens_alone(book: LeaseBook) -> None:
+def test_a_lease_is_granted_only_for_the_same_tokens(book: LeaseBook) -> None:
     with refused("LLM_KV_CACHE_NOT_EXIST", "request 00000000 has other tokens"):
         book.leases_of(handle(0), b"another")
 
 
-def test_what_comes_later_may_come_yet(book: LeaseBook) -> None:
+def test_an_ask_for_an_unknown_handle_may_be_early(book: LeaseBook) -> None:
     with pytest.raises(NotYetError):
         book.leases_of(handle(1), b"digest")
 
 
-def test_the_last_reader_frees(book: LeaseBook, engine: Engine) -> None:
+def test_the_last_reader_frees_a_request(book: LeaseBook, engine: Engine) -> None:
     book.finish(handle(0), b"digest", reader=7, readers=2)
     book.finish(handle(0), b"digest", reader=7, readers=2)
     assert (book.take_freed(), len(engine.live)) == (set(), 1)
@@ -105,10 +107,10 @@ def test_a_reader_of_other_tokens_frees_nothing(book: LeaseBook) -> None:
     assert book.take_freed() == set()
 
 
-def test_time_frees_what_nobody_renews(
+def test_requests_that_are_not_renewed_expire(
     book: LeaseBook, clock: Callable[[float], float], engine: Engine
 ) -> None:
-    book.enter("b", [3], b"digest", handle=handle(1))  # block 3 belongs to both
+    book.enter("b", [3], b"digest", handle=handle(1))  # block 3 belongs to both requests
     clock(4)
     book.renew([handle(1), handle(5)])
     book.expire()
@@ -138,7 +140,7 @@ def test_abort_frees_at_once(book: LeaseBook) -> None:
     assert book.take_freed() == {A}
 
 
-def test_what_a_peer_still_writes_to_is_not_free_yet(book: LeaseBook, engine: Engine) -> None:
+def test_blocks_that_a_peer_still_writes_are_not_free(book: LeaseBook, engine: Engine) -> None:
     engine.refusal = LLMStatusCode.LLM_TIMEOUT
     book.abort(handle(0))
     assert (book.take_freed(), len(book)) == (set(), 1)
@@ -149,7 +151,7 @@ def test_what_a_peer_still_writes_to_is_not_free_yet(book: LeaseBook, engine: En
     assert book.take_freed() == {A}
 
 
-def test_what_cannot_be_leased_is_free(book: LeaseBook, engine: Engine) -> None:
+def test_a_request_that_cannot_be_leased_is_free(book: LeaseBook, engine: Engine) -> None:
     engine.refusal = LLMStatusCode.LLM_OUT_OF_MEMORY
     book.enter("b", [4], b"digest", handle=handle(1))
     assert book.take_freed() == {B}
@@ -173,51 +175,51 @@ TABLES = [Table([3], 2), Table([1, 4, 5])]
 
 
 @pytest.fixture
-def of_groups(engine: Engine, clock: Callable[[float], float]) -> LeaseBook:
-    """Of two groups with blocks of 4 tokens."""
+def group_book(engine: Engine, clock: Callable[[float], float]) -> LeaseBook:
+    """A book of two groups with blocks of 4 tokens."""
     return LeaseBook(engine, GROUPS, 5_000, clock=lambda: clock(0))
 
 
-def test_a_request_has_a_lease_in_each_group(of_groups: LeaseBook, engine: Engine) -> None:
-    of_groups.enter("a", TABLES, b"digest", handle=handle(0))
-    _, leases = of_groups.leases_of(handle(0), b"digest")
+def test_a_request_has_a_lease_in_each_group(group_book: LeaseBook, engine: Engine) -> None:
+    group_book.enter("a", TABLES, b"digest", handle=handle(0))
+    _, leases = group_book.leases_of(handle(0), b"digest")
     assert [(lease.lease.blocks, lease.first_token) for lease in leases] == [
         ((3,), 8),
         ((1, 4, 5), 0),
     ]
-    of_groups.renew([handle(0)])
+    group_book.renew([handle(0)])
     assert [item.blocks for item in engine.renewed] == [(3,), (1, 4, 5)]
-    of_groups.finish(handle(0), b"digest", reader=7, readers=1)
-    assert (of_groups.take_freed(), engine.live) == ({A}, [])
+    group_book.finish(handle(0), b"digest", reader=7, readers=1)
+    assert (group_book.take_freed(), engine.live) == ({A}, [])
 
 
-def test_what_cannot_be_leased_in_all_groups_is_leased_in_none(
-    of_groups: LeaseBook, engine: Engine
+def test_a_request_is_leased_in_all_groups_or_in_none(
+    group_book: LeaseBook, engine: Engine
 ) -> None:
     engine.refusal, engine.refused = LLMStatusCode.LLM_OUT_OF_MEMORY, frozenset({4})
-    of_groups.enter("a", TABLES, b"digest", handle=handle(0))
-    assert (of_groups.take_freed(), engine.live) == ({A}, [])
+    group_book.enter("a", TABLES, b"digest", handle=handle(0))
+    assert (group_book.take_freed(), engine.live) == ({A}, [])
 
 
-def test_a_request_is_free_when_no_group_is_written_to(
-    of_groups: LeaseBook, engine: Engine
+def test_a_request_is_free_when_no_peer_writes_to_any_group(
+    group_book: LeaseBook, engine: Engine
 ) -> None:
-    of_groups.enter("a", TABLES, b"digest", handle=handle(0))
+    group_book.enter("a", TABLES, b"digest", handle=handle(0))
     engine.refusal, engine.refused = LLMStatusCode.LLM_TIMEOUT, frozenset({3})
-    of_groups.abort(handle(0))
-    assert (of_groups.take_freed(), len(of_groups), len(engine.live)) == (set(), 1, 1)
+    group_book.abort(handle(0))
+    assert (group_book.take_freed(), len(group_book), len(engine.live)) == (set(), 1, 1)
     engine.refusal = None
-    of_groups.expire()
-    assert (of_groups.take_freed(), engine.live) == ({A}, [])
+    group_book.expire()
+    assert (group_book.take_freed(), engine.live) == ({A}, [])
 
 
-def test_groups_have_unlike_names(engine: Engine) -> None:
+def test_groups_need_unique_names(engine: Engine) -> None:
     for groups in ([], [GROUPS[0], GROUPS[0]]):
         with refused("LLM_PARAM_INVALID", "must be one or more groups with unique names"):
             LeaseBook(engine, groups, 5_000)
 
 
-def test_who_says_it_again_before_it_was_entered_is_one_reader(book: LeaseBook) -> None:
+def test_repeated_early_readers_count_once(book: LeaseBook) -> None:
     for _ in range(3):
         book.finish(None, b"digest", reader=7, readers=2, transfer="early")
     assert len(book._early[7]) == 1
@@ -227,9 +229,33 @@ def test_who_says_it_again_before_it_was_entered_is_one_reader(book: LeaseBook) 
     assert book.take_freed() == {B}
 
 
-def test_what_is_pushed_ends_before_blocks_are_free(
-    engine: Engine, clock: Callable[[float], float]
+def test_an_early_reader_of_a_handle_is_remembered(
+    book: LeaseBook,
 ) -> None:
+    """All workers use the handle of the scheduler, and some enter it later than others."""
+    book.finish(handle(2), b"digest", reader=7, readers=1)
+    book.finish(handle(3), b"another", reader=7, readers=1)
+    assert (book.take_freed(), book.has_early) == (set(), True)
+    book.enter("c", [4], b"digest", handle=handle(2))
+    assert book.take_freed() == {handle(2)}
+    book.enter("d", [5], b"digest", handle=handle(3))
+    assert (book.take_freed(), book.has_early) == (set(), False)
+
+
+def test_early_readers_are_forgotten_at_the_second_look_without_their_link(
+    book: LeaseBook,
+) -> None:
+    """`Done` is sent only once.
+
+    If a short break removed it, the blocks would wait until they expire.
+    """
+    book.finish(None, b"digest", reader=7, readers=1, transfer="a")
+    for linked, remains in (([], True), ([7], True), ([], True), ([], False)):
+        book.forget_readers(linked)
+        assert book.has_early == remains
+
+
+def test_pushes_end_before_blocks_are_free(engine: Engine, clock: Callable[[float], float]) -> None:
     ended: list[tuple[str, int]] = []
     book = LeaseBook(
         engine,
@@ -242,3 +268,38 @@ def test_what_is_pushed_ends_before_blocks_are_free(
     clock(6)
     book.expire()
     assert (ended, engine.live, book.take_freed()) == ([("one", 1)], [], {A})
+
+
+def test_blocks_of_a_wrong_type_leave_no_lease(engine: Engine) -> None:
+    groups = [CacheGroup("window", CACHE), CacheGroup("full", CACHE)]
+    book = LeaseBook(engine, groups, 5_000)
+    wrong: Any = 5
+    with pytest.raises(TypeError):
+        book.enter("a", [Table([3], 2), Table(wrong)], b"digest", handle=A)
+    assert (engine.live, len(book)) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "kind", "why"),
+    [
+        (-1, LLMException, r"skipped=-1 is out of range \[0, "),
+        (2**63, LLMException, "skipped=9223372036854775808 is out of range"),
+        (1.0, TypeError, r"skipped=1.0 must be int"),
+    ],
+)
+def test_a_number_of_skipped_blocks_is_checked(
+    skipped: Any, kind: type[Exception], why: str
+) -> None:
+    with pytest.raises(kind, match=why):
+        tables_of([Table([3], skipped)], 1)
+
+
+def test_a_finish_that_came_early_stays_known_if_the_blocks_have_a_wrong_type(
+    engine: Engine,
+) -> None:
+    book, wrong = LeaseBook(engine, CACHE, 5_000), ["x"]
+    book.finish(A, b"digest", 7, 1)
+    with pytest.raises(TypeError):
+        book.enter("a", Table(wrong), b"digest", handle=A)  # type: ignore[arg-type]
+    book.enter("a", [3], b"digest", handle=A)
+    assert (engine.live, book.take_freed()) == ([], {A})

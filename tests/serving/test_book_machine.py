@@ -1,4 +1,4 @@
-"""The producer's book beside a model of it: who holds blocks, who gets a lease, what is kept."""
+"""The producer's book compared with a model: holders of blocks, leases, and remembered readers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Request:
     digest: bytes
     deadline: float
     leased: bool = True
-    state: str = "held"  # "ending": a peer delays it; "freed"
+    state: str = "held"  # or "ending" (a peer delays it), or "freed"
     done: set[int] = field(default_factory=set)
 
 
@@ -85,7 +85,8 @@ class Book:
         self.requests: dict[int, Request] = {}
         self.named: dict[str, Request] = {}
         self.ended: set[str] = set()  # names
-        self.early: dict[tuple[int, str], tuple[bytes, int]] = {}
+        self.early: dict[tuple[int, int | str], tuple[bytes, int]] = {}
+        self.absent: set[int] = set()  # readers at the last look, and silent since
         self.freed: set[Handle] = set()
         self.expired = 0
 
@@ -93,10 +94,10 @@ class Book:
         assert self.book.has_freed
         self.woken += 1
 
-    # What the model does.
+    # The model.
 
     def model_end(self, number: int) -> None:
-        """The request has ended; its blocks are free unless a peer uses them."""
+        """End the request; its blocks are free unless a peer uses them."""
         request = self.requests[number]
         if request.state == "held":
             request.state = "ending"
@@ -111,7 +112,11 @@ class Book:
     def model_end_name(self, name: str) -> None:
         self.named.pop(name, None)
         self.ended.add(name)
-        self.early = {key: value for key, value in self.early.items() if key[1] != name}
+        self.model_take_early(name)
+
+    def model_take_early(self, key_part: int | str) -> dict[int, tuple[bytes, int]]:
+        keys = [key for key in self.early if key[1] == key_part]
+        return {key[0]: self.early.pop(key) for key in keys}
 
     def model_finish(self, request: Request, digest: bytes, reader: int, readers: int) -> None:
         if request.state == "held" and request.digest == digest:
@@ -120,12 +125,12 @@ class Book:
                 self.model_end(self.number_of(request))
 
     def number_of(self, request: Request) -> int:
-        return next(number for number, one in self.requests.items() if one is request)
+        return next(number for number, candidate in self.requests.items() if candidate is request)
 
     def in_state(self, state: str) -> list[int]:
-        return [number for number, one in self.requests.items() if one.state == state]
+        return [number for number, candidate in self.requests.items() if candidate.state == state]
 
-    # What happens.
+    # The events.
 
     def enter(self) -> None:
         number, digest = self.random.choice(HANDLES), self.random.choice(DIGESTS)
@@ -136,36 +141,39 @@ class Book:
                 self.book.enter(*arguments, handle=handle(number))
             return
         self.engine.refuses = refuses
-        self.engine.busy.discard(number)  # no peer has a lease that was never granted
+        self.engine.busy.discard(number)  # a peer has no lease that was never granted
         assert self.book.enter(*arguments, handle=handle(number)) == handle(number)
         self.engine.refuses = -1
         request = Request(handle(number), name, digest, self.now + TTL_S, refuses < 0)
         self.requests[number] = request
+        early = self.model_take_early(number)
         if not request.leased:
             request.state = "ending"
-            if name not in ("", *self.named):  # else another request has it, and keeps it
+            if name not in ("", *self.named):  # otherwise another request has and keeps the name
                 self.model_end_name(name)
             self.model_end(number)
         elif name and name not in self.named:
             self.named[name] = request
             self.ended.discard(name)
-            for (reader, early), (its, readers) in sorted(self.early.items()):
-                if early == name:
-                    del self.early[reader, early]
-                    self.model_finish(request, its, reader, readers)
+            early |= self.model_take_early(name)
+        for reader, (found_request, readers) in early.items():
+            self.model_finish(request, found_request, reader, readers)
 
     def finish(self) -> None:
-        what: int | str = self.random.choice((*HANDLES, *NAMES))
+        key_part: int | str = self.random.choice((*HANDLES, *NAMES))
         digest, reader = self.random.choice(DIGESTS), self.random.choice(READERS)
         readers = self.random.choice((1, 2))
-        if isinstance(what, int):
-            self.book.finish(handle(what), digest, reader, readers)
-            request = self.requests.get(what)
+        if isinstance(key_part, int):
+            self.book.finish(handle(key_part), digest, reader, readers)
+            request = self.requests.get(key_part)
+            if request is None:
+                self.early[reader, key_part] = digest, readers
         else:
-            self.book.finish(None, digest, reader, readers, what)
-            request = self.named.get(what)
-            if request is None and what not in self.ended:
-                self.early[reader, what] = digest, readers
+            self.book.finish(None, digest, reader, readers, key_part)
+            request = self.named.get(key_part)
+            if request is None and key_part not in self.ended:
+                self.early[reader, key_part] = digest, readers
+        self.absent.discard(reader)
         if request is not None:
             self.model_finish(request, digest, reader, readers)
 
@@ -186,10 +194,10 @@ class Book:
         self.now += self.random.choice((0.0, 0.0, 2.0, TTL_S))
         late = [
             n
-            for n, one in self.requests.items()
-            if one.state == "held" and one.deadline <= self.now
+            for n, candidate in self.requests.items()
+            if candidate.state == "held" and candidate.deadline <= self.now
         ]
-        ending = [n for n, one in self.requests.items() if one.state == "ending"]
+        ending = [n for n, candidate in self.requests.items() if candidate.state == "ending"]
         self.book.expire()
         self.expired += len(late)
         for number in ending + late:
@@ -207,7 +215,7 @@ class Book:
         self.model_end_name(name)
 
     def peers_use(self) -> None:
-        """From now on pushes read the blocks of some transfers, and peers those of some leases."""
+        """Let pushes read the blocks of some transfers from now on, and peers those of leases."""
         self.pushed = {name for name in NAMES if self.random.random() < 0.4}
         self.engine.busy = {number for number in HANDLES if self.random.random() < 0.4}
 
@@ -222,7 +230,9 @@ class Book:
     def some_are_linked(self) -> None:
         linked = {reader for reader in READERS if self.random.random() < 0.6}
         self.book.forget_readers(linked)
-        self.early = {key: value for key, value in self.early.items() if key[0] in linked}
+        absent = {reader for reader, _ in self.early} - linked
+        removed, self.absent = absent & self.absent, absent
+        self.early = {key: value for key, value in self.early.items() if key[0] not in removed}
 
     def take(self) -> None:
         assert self.book.take_freed() == self.freed
@@ -233,13 +243,17 @@ class Book:
         assert self.book.has_freed == bool(self.freed)
         assert self.book.has_early == bool(self.early)
         assert self.book.expired == self.expired
-        assert self.woken == sum(one.state == "freed" for one in self.requests.values())
+        assert self.woken == sum(candidate.state == "freed" for candidate in self.requests.values())
         numbers = {
-            number for number, one in self.requests.items() if one.leased and one.state == "held"
+            number
+            for number, candidate in self.requests.items()
+            if candidate.leased and candidate.state == "held"
         }
         assert self.engine.live >= {(number, group) for number in numbers for group in (1, 2)}
-        gone = {number for number, one in self.requests.items() if one.state == "freed"}
-        assert not any(number in gone for number, _ in self.engine.live)
+        removed = {
+            number for number, candidate in self.requests.items() if candidate.state == "freed"
+        }
+        assert not any(number in removed for number, _ in self.engine.live)
         for number in HANDLES:
             self.check_lease(handle(number), "", self.requests.get(number), number in self.requests)
         for name in NAMES:
@@ -253,7 +267,7 @@ class Book:
             if request is not None and stands and request.digest == digest:
                 found, leases = self.book.leases_of(asked, digest, name)
                 assert found == request.handle
-                assert [one.lease.cache_id for one in leases] == [1, 2]
+                assert [candidate.lease.cache_id for candidate in leases] == [1, 2]
             elif stands:
                 with refused("LLM_KV_CACHE_NOT_EXIST", "has other tokens"):
                     self.book.leases_of(asked, digest, name)
@@ -272,7 +286,7 @@ MOVES = (
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_requests_are_held_and_free_as_the_model_says(seed: int) -> None:
+def test_requests_are_held_and_freed_like_those_of_the_model(seed: int) -> None:
     for walk in range(25):
         random = Random(f"{seed} {walk}")
         book = Book(random)

@@ -1,4 +1,4 @@
-"""An exchange, or its engine, that ends while requests are on their way."""
+"""An exchange, or its engine, that ends while requests are under way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pair(make_worker: MakeWorker) -> tuple[Worker, Worker]:
     return producer, consumer
 
 
-def test_what_has_not_ended_fails_and_is_not_written_to(pair: tuple[Worker, Worker]) -> None:
+def test_open_requests_fail_and_are_not_written_any_more(pair: tuple[Worker, Worker]) -> None:
     producer, consumer = pair
     producer.step(11, [4, 9, 2], 0, 8, 21, NAME)
     consumer.exchange.close()
@@ -38,7 +38,7 @@ def test_what_has_not_ended_fails_and_is_not_written_to(pair: tuple[Worker, Work
     assert consumer.has(13, [7, 1, 30], 0, 21)
 
 
-def test_what_is_fetched_afterwards_fails(pair: tuple[Worker, Worker]) -> None:
+def test_a_fetch_after_the_close_fails(pair: tuple[Worker, Worker]) -> None:
     producer, consumer = pair
     consumer.exchange.close()
     consumer.exchange.take_results()
@@ -46,7 +46,7 @@ def test_what_is_fetched_afterwards_fails(pair: tuple[Worker, Worker]) -> None:
     assert failed(consumer.fetch(wanted, [7, 1, 30], name="late"), "the exchange is closed")
 
 
-def test_an_engine_that_is_finalized_before(pair: tuple[Worker, Worker]) -> None:
+def test_an_engine_is_finalized_before_its_exchange(pair: tuple[Worker, Worker]) -> None:
     producer, consumer = pair
     consumer.engine.finalize()
     assert consumer.exchange.wait(60_000)
@@ -61,14 +61,14 @@ def test_an_engine_that_is_finalized_before(pair: tuple[Worker, Worker]) -> None
     producer.exchange.close()
 
 
-def test_close_right_after_it_was_made(make_worker: MakeWorker) -> None:
+def test_an_exchange_is_closed_right_after_it_was_made(make_worker: MakeWorker) -> None:
     for number in range(20):
         worker = make_worker(2 + number)
         worker.close()
         assert not worker.exchange.is_fetching
 
 
-def test_an_exchange_that_finds_no_thread_leaves_nothing_open() -> None:
+def test_an_exchange_that_cannot_start_a_thread_leaves_nothing_open() -> None:
     program = """
         from kvplan import CacheDesc, DataType, LlmDataDist, LLMException, LlmRole
         from kvplan.serving import Compatibility, Exchange
@@ -88,5 +88,48 @@ def test_an_exchange_that_finds_no_thread_leaves_nothing_open() -> None:
             held.check_nothing_new()  # while the error is held
         else:
             raise AssertionError("there was a thread")
+    """
+    lone_user.run(program)
+
+
+def test_a_fetch_without_a_thread_is_not_moved_after_its_result() -> None:
+    program = """
+        from tests.serving.worker import Worker, reference
+        from tests.support.lone_user import allow_threads, become
+
+        producer, consumer = Worker(1), Worker(2)
+        for number, blocks in enumerate(([4, 9, 2], [5, 6, 7])):
+            producer.finish(number, 11 + number, blocks, 21)
+        first, second = (reference([producer.source], i, 11 + i, 21) for i in range(2))
+        consumer.exchange.expect("mine", first)
+        while not (pull := consumer.exchange._puller.pulls.get("mine")) or not pull.handles:
+            pass  # until both are linked
+        become()
+        allow_threads(1)
+        consumer.fetch(first, [7, 1, 30])
+        consumer.compute(13, [7, 1, 30], 21)  # the blocks are another request's
+        allow_threads(None)
+        assert consumer.fetch(second, [12, 13, 14]).error is None
+        assert consumer.has(12, [12, 13, 14], 0, 21)
+        assert consumer.has(13, [7, 1, 30], 0, 21)
+        assert not consumer.exchange.take_results()
+        consumer.close()
+        producer.close()
+    """
+    lone_user.run(program)
+
+
+def test_requests_expire_although_a_thread_could_not_start() -> None:
+    program = """
+        from tests.serving.worker import Worker
+        from tests.support.lone_user import allow_threads, become
+
+        producer = Worker(1, lease_ttl_ms=100)
+        producer.engine.lease_blocks(producer.cache, [1], ttl_ms=1e6)  # starts the engine's thread
+        become()
+        allow_threads(1)
+        producer.enter(0, 11, [4, 9, 2], 21)
+        assert producer.freed() == {"request-11"}
+        producer.close()
     """
     lone_user.run(program)

@@ -1,4 +1,4 @@
-"""Requests that lie in the caches of several groups, one of which has a sliding window."""
+"""Requests in the caches of several groups, one of which has a sliding window."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.serving.peer import Peer
 from tests.serving.worker import reference
 from tests.support.refusals import refused
 
-# 21 tokens in blocks of 8. The window has left the first block behind: its id may be another's.
+# 21 tokens in blocks of 8. The window has left the first block, whose id another block may have.
 THEIRS: Tables = (([9, 2], 1), ([4, 11, 7], 0))
 MINE: Tables = (([1, 30], 1), ([8, 3, 6], 0))
 
@@ -42,7 +42,7 @@ def make_consumer() -> Iterator[Callable[..., GroupWorker]]:
 
 
 def start(peer: Peer, cluster_id: int = 10, name: str = "w", **options: int) -> Source:
-    """Let a worker with groups be in the peer's process."""
+    """Make a worker with groups in the peer's process."""
     code = f"{name} = GroupWorker(cluster_id, **options); result = {name}.source.address"
     return Source(cluster_id, str(peer.run(code, cluster_id=cluster_id, options=options)))
 
@@ -71,7 +71,9 @@ def test_all_groups_are_fetched_and_then_free(
     assert peer.run("result = w.engine.leases()") == []
 
 
-def test_what_moves_is_one_transfer(make_peer: Callable[..., Peer], consumer: GroupWorker) -> None:
+def test_all_groups_move_in_one_transfer(
+    make_peer: Callable[..., Peer], consumer: GroupWorker
+) -> None:
     peer = make_peer()
     source = start(peer)
     finish(peer, 0, 11, THEIRS)
@@ -88,7 +90,7 @@ def test_blocks_of_the_prefix_cache_are_not_touched(
     source = start(peer)
     finish(peer, 0, 11, THEIRS)
     for array in consumer.arrays:
-        array[[1, 8, 3]] = 5  # tokens 0 to 15 are here, as far as each group still sees them
+        array[[1, 8, 3]] = 5  # tokens 0 to 15 are here, as far as each group still needs them
     result = consumer.fetch(reference([source], 0, 11, 21), MINE, first=16)
     assert (result.error, result.nbytes) == (None, 2 * 2 * 5 * 4 * 8 * 4)  # 5 tokens of each group
     assert consumer.has(11, MINE, 16, 21)
@@ -97,7 +99,7 @@ def test_blocks_of_the_prefix_cache_are_not_touched(
     assert consumer.written() == {1, 30, 8, 3, 6}
 
 
-def test_of_a_window_only_what_the_consumer_keeps_is_fetched(
+def test_only_the_window_of_the_consumer_is_fetched(
     make_peer: Callable[..., Peer], consumer: GroupWorker
 ) -> None:
     peer = make_peer()
@@ -109,7 +111,7 @@ def test_of_a_window_only_what_the_consumer_keeps_is_fetched(
     assert consumer.written() == {30, 8, 3, 6}
 
 
-def test_a_window_that_has_gone_on_is_an_error(
+def test_a_window_beyond_the_missing_tokens_is_an_error(
     make_peer: Callable[..., Peer], consumer: GroupWorker
 ) -> None:
     peer = make_peer()
@@ -182,7 +184,7 @@ def test_leases_of_other_groups_are_refused(
     assert "got leases of 1 groups; this side has 2" in text(result.error)
 
 
-def test_tables_are_as_many_as_groups(consumer: GroupWorker) -> None:
+def test_each_group_needs_a_table(consumer: GroupWorker) -> None:
     assert tables_of([3, 1], 1) == (Table([3, 1]),)
     assert tables_of([Table([3], 1)], 1) == (Table([3], 1),)
     for blocks in ([3, 1], [Table([3])], [Table([3]), Table([1]), Table([2])]):
@@ -195,10 +197,10 @@ def test_tables_are_as_many_as_groups(consumer: GroupWorker) -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "first_token", "units"), [(24, 8, 4), (22, 8, 4), (21, 20, 1), (20, 20, 0)]
 )
-def test_the_unit_that_a_request_ends_in_is_fetched_whole(
+def test_the_last_unit_of_a_request_is_fetched_whole(
     num_tokens: int, first_token: int, units: int
 ) -> None:
-    """As where a processor's own order leaves no token of a unit in one place."""
+    """Some processors order tokens so that no token of a unit lies in one place."""
     desc = CacheDesc(2, (32, 2, 6), DataType.DT_INT8, kv_tensor_format="block token dim")
     group = CacheGroup("", Cache(desc, 1), token_unit=4)
     lease = BlockLease(10, bytes(16), 1, 0, (4, 11, 7), True, "", ())
@@ -216,7 +218,7 @@ def test_the_unit_that_a_request_ends_in_is_fetched_whole(
 def test_a_state_is_fetched_whole_unless_no_token_is_missing(
     first_token: int, sources: int
 ) -> None:
-    """Also after a prefix that is here already: the state is that after the last token."""
+    """A prefix in the local cache does not help: the state is that after the last token."""
     desc = CacheDesc(2, (32, 3, 6), DataType.DT_INT8, kv_tensor_format="block head state")
     group = CacheGroup("g", Cache(desc, 1))
     lease = BlockLease(10, bytes(16), 1, 0, (4,), True, "", ())
@@ -234,7 +236,7 @@ def test_a_state_is_fetched_whole_unless_no_token_is_missing(
             missing_of([group], leases, [Table(blocks)], first_token, 21)
 
 
-def test_what_is_no_grant_is_refused() -> None:
+def test_other_bytes_than_a_grant_are_refused() -> None:
     with refused("LLM_PARAM_INVALID", "is not a grant of leases"):
         decode_leases(b"lease")
 
@@ -247,7 +249,7 @@ def test_what_is_no_grant_is_refused() -> None:
 def test_each_missing_token_goes_to_its_block(
     unit: int, skipped: int, missing: int, tokens: int, begin: int
 ) -> None:
-    """A table may skip blocks and have some for tokens to come; the lease begins elsewhere."""
+    """A table may skip blocks and include blocks of later tokens; the lease begins elsewhere."""
     desc = CacheDesc(1, (32, 8 // unit, 2), DataType.DT_FLOAT, kv_tensor_format="block token dim")
     group = CacheGroup("g", Cache(desc, 1), unit)
     blocks = [20, 21, 22, 23, 24][skipped:]
@@ -263,20 +265,32 @@ def test_each_missing_token_goes_to_its_block(
     read, written = transfer.src, transfer.dst
     assert begin + read.first_token * unit == first
     for token in range(first, tokens):
-        at = written.first_token * unit + token - first
-        assert written.blocks[at // 8] == 20 + token // 8
-        assert at % 8 == token % 8
+        position = written.first_token * unit + token - first
+        assert written.blocks[position // 8] == 20 + token // 8
+        assert position % 8 == token % 8
     assert written.blocks[-1] == 20 + (tokens - 1) // 8
     last_unit = first // unit + transfer.num_tokens
     assert (last_unit - 1) * unit < tokens <= last_unit * unit
 
 
 @pytest.mark.parametrize("starts", [(0, 8), (8, 0), (8, 16), (16, 8)])
-def test_workers_whose_leases_start_apart_are_refused(starts: tuple[int, int]) -> None:
-    """Even where both have the first missing token, the rows of one of them would be others."""
+def test_leases_with_different_starts_are_refused(starts: tuple[int, int]) -> None:
+    """The rows of two leases differ, even if both have the first missing token."""
     desc = CacheDesc(1, (32, 8, 2), DataType.DT_FLOAT, kv_tensor_format="block token dim")
     group = CacheGroup("", Cache(desc, 1))
     lease = BlockLease(1, bytes(16), 1, 1, (5, 6, 7), True, "", ())
     leases = [(GroupLease(lease, start),) for start in starts]
     with refused("LLM_KV_CACHE_NOT_EXIST", f"only has tokens from {max(starts)} on"):
         missing_of([group], leases, [20, 21, 22], 16, 24)
+
+
+@pytest.mark.parametrize(("axes", "nbytes"), [("token dim", 2 * 5 * 6), ("head state", 2 * 3 * 6)])
+def test_bytes_between_the_blocks_are_not_counted(axes: str, nbytes: int) -> None:
+    """Pages of states are padded by vLLM to the size of pages of attention."""
+    desc = CacheDesc(
+        2, (32, 3, 6), DataType.DT_INT8, kv_tensor_format=f"block {axes}", row_stride=50
+    )
+    lease = BlockLease(10, bytes(16), 1, 0, (4, 5), True, "", ())
+    leases = [[GroupLease(lease, 0)]]
+    table = Table([8, 9] if axes == "token dim" else [8])
+    assert missing_of([CacheGroup("", Cache(desc, 1))], leases, [table], 1, 6)[1] == nbytes

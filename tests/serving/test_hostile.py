@@ -1,4 +1,4 @@
-"""What a linked peer may say: it gets no other's request, ends nothing, and fills no memory."""
+"""Hostile messages of a linked peer: it gets no other's request, and fills no memory."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def link(one: Worker, other: Worker) -> None:
 
 
 def receive(worker: Worker, cluster_id: int, *messages: Message | bytes) -> None:
-    """Let an exchange receive messages as if a cluster had sent them; on return it has."""
+    """Let an exchange receive messages as if a cluster had sent them, and wait until it has."""
     done: list[None] = []
 
-    def all_of_them() -> None:
+    def receive_all() -> None:
         for message in messages:
             worker.exchange._receive(
                 cluster_id, message if isinstance(message, bytes) else encode(message)
             )
         done.append(None)
 
-    worker.exchange._call(all_of_them)
+    worker.exchange._call(receive_all)
     wait(lambda: bool(done))
 
 
@@ -82,32 +82,32 @@ def test_hellos_are_bounded_in_tasks_and_in_logs(
     assert third.fetch(reference([producer.source], 0, 11, 21), MINE).error is None
 
 
-def test_a_peer_has_as_many_tasks_as_it_may_and_not_one_more() -> None:
-    """What is above the limit of one peer is dropped; other peers and the program go on."""
+def test_the_tasks_of_a_peer_are_bounded() -> None:
+    """Tasks above the limit of one peer are dropped. Other peers and the program go on."""
     started = []
 
-    async def one(number: int) -> None:
+    async def wait_forever(number: int) -> None:
         started.append(number)
         await asyncio.Event().wait()
 
-    async def all_of_them() -> None:
+    async def spawn_tasks() -> None:
         tasks = Tasks(asyncio.get_running_loop())
         for number in range(MAX_OF_PEER + 1):
-            tasks.spawn(one(number), 2)
-        tasks.spawn(one(-1), 3)
-        tasks.spawn(one(-2))
+            tasks.spawn(wait_forever(number), 2)
+        tasks.spawn(wait_forever(-1), 3)
+        tasks.spawn(wait_forever(-2))
         await asyncio.sleep(0)
         await tasks.cancel()
-        tasks.spawn(one(-3), 2)
+        tasks.spawn(wait_forever(-3), 2)
         await asyncio.sleep(0)
         await tasks.cancel()
 
-    asyncio.run(all_of_them())
+    asyncio.run(spawn_tasks())
     assert started == [*range(MAX_OF_PEER), -1, -2, -3]
 
 
 def test_no_message_of_a_burst_is_lost(make_worker: MakeWorker) -> None:
-    """A consumer that ends many requests at once is no flood: none stays leased."""
+    """A consumer may end many requests at once, and none of them stays leased."""
     count = 1500
     producer = make_worker(1, blocks=count)
     handles = [producer.exchange.enter(f"{index}", [index], DIGEST) for index in range(count)]
@@ -121,7 +121,7 @@ def test_no_message_of_a_burst_is_lost(make_worker: MakeWorker) -> None:
 
 def test_asks_of_one_consumer_are_bounded(make_worker: MakeWorker) -> None:
     producer = make_worker(1, push=True)
-    for cluster_id in (2, 3, 4):  # what others have asked is forgotten now and then
+    for cluster_id in (2, 3, 4):  # asks of other consumers are removed from time to time
         link(make_worker(cluster_id), producer)
     asks = [
         Ask(index, INSTANCE, b"", DIGEST, f"transfer-{index}", 0, 1, b"")
@@ -132,14 +132,14 @@ def test_asks_of_one_consumer_are_bounded(make_worker: MakeWorker) -> None:
     receive(producer, 3, Ask(1, INSTANCE, b"", DIGEST, "of another"))
     assert "of another" in producer.exchange._asks.waiting
     early = [Done(INSTANCE, b"", DIGEST, 2, f"early-{index}") for index in range(MAX_EARLY + 9)]
-    for at in range(0, len(early), 500):
-        receive(producer, 4, *early[at : at + 500])
+    for begin in range(0, len(early), 500):
+        receive(producer, 4, *early[begin : begin + 500])
         wait(lambda: not producer.exchange._tasks._of_peers[4])
     assert len(producer.exchange.book._early[4]) == MAX_EARLY
 
 
-def test_all_that_is_expected_is_kept_alive(make_worker: MakeWorker) -> None:
-    """However many requests there are: a message has room for some of them."""
+def test_all_expected_requests_are_renewed(make_worker: MakeWorker) -> None:
+    """A message has room for some of many requests only, so they need several messages."""
     count = 2 * MAX_HANDLES + 1
     producer = make_worker(1, blocks=count, lease_ttl_ms=90_000)
     consumer = make_worker(2, renew_interval_ms=20)
@@ -151,10 +151,10 @@ def test_all_that_is_expected_is_kept_alive(make_worker: MakeWorker) -> None:
         wanted = reference([producer.source], number, number, 8)
         consumer.exchange.expect(f"{number}", wanted)
     wait(lambda: all(item.deadline > entered[name] for name, item in list(held.items())))
-    assert len(held) == count  # what is not renewed has gone before
+    assert len(held) == count  # a request that is not renewed would have expired before
 
 
-def test_a_stranger_keeps_no_request_alive(make_worker: MakeWorker) -> None:
+def test_only_a_renewal_by_its_handle_keeps_a_request(make_worker: MakeWorker) -> None:
     producer = make_worker(1)
     producer.enter(7, 11, [4, 9, 2], 21)
     held = producer.exchange.book._held[handle(7)]
@@ -186,7 +186,7 @@ def test_a_consumer_cannot_name_the_blocks_of_another_as_its_goal(
     producer.step(11, [4, 9, 2], 0, 21, 21, "cmpl")
     assert not any(array.any() for array in victim.engine.arrays(victim.cache))
     receive(producer, 3, Ask(5, INSTANCE, b"", DIGEST, "cmpl", 0, 1, goal.to_bytes()))
-    assert producer.exchange._pusher.transfers() == [(3, "cmpl")]  # its own
+    assert producer.exchange._pusher.transfers() == [(3, "cmpl")]  # its own transfer
 
 
 def test_a_producer_cannot_grant_the_blocks_of_another(make_worker: MakeWorker) -> None:

@@ -1,4 +1,4 @@
-"""A request is its handle: no name, and no other process, stands for it."""
+"""Identity of requests: the handle decides, and neither a name nor another process replaces it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MINE = [7, 1, 30]
 
 
 def enter(peer: Peer, request: int, blocks: list[int], name: str, transfer: str = "") -> Handle:
-    """Let it compute a request of 21 tokens, and offer it under a handle of its own."""
+    """Compute a request of 21 tokens in the peer, and offer it under a handle of its own."""
     return Handle(
         peer.run(
             """
@@ -38,19 +38,19 @@ def enter(peer: Peer, request: int, blocks: list[int], name: str, transfer: str 
     )
 
 
-def of(peer: Peer, made: Handle, request: int) -> Reference:
-    known = reference([peer.source], 0, request, 21)
-    return Reference(INSTANCE, made, known.digest, 21, known.sources)
+def reference_to(peer: Peer, made: Handle, request: int) -> Reference:
+    by_number = reference([peer.source], 0, request, 21)
+    return Reference(INSTANCE, made, by_number.digest, 21, by_number.sources)
 
 
 def test_two_requests_of_one_name_are_two(make_peer: MakePeer, make_worker: MakeWorker) -> None:
     peer, consumer = make_peer(), make_worker()
     one = enter(peer, 11, [4, 9, 2], "cmpl-1")
     two = enter(peer, 12, [5, 6, 8], "cmpl-1")
-    assert consumer.fetch(of(peer, one, 11), MINE).error is None
-    assert peer.worker.freed() == {"request-11"}  # and not the blocks of the other
+    assert consumer.fetch(reference_to(peer, one, 11), MINE).error is None
+    assert peer.worker.freed() == {"request-11"}  # without the blocks of the other request
     peer.run("worker.compute(13, [4, 9, 2], 21)")
-    assert consumer.fetch(of(peer, two, 12), [8, 3, 6]).error is None
+    assert consumer.fetch(reference_to(peer, two, 12), [8, 3, 6]).error is None
     assert consumer.has(12, [8, 3, 6], 0, 21)
 
 
@@ -99,7 +99,7 @@ def test_a_second_fetch_of_a_request_in_flight_is_refused(
     assert (result.error, result.blocks) == (None, MINE)
     enter(peer, 12, [4, 9, 2], "cmpl-12", "cmpl-12")
     wanted = reference([peer.source], 0, 12, 21, transfer="cmpl-12")
-    assert consumer.fetch(wanted, [8, 3, 6]).error is None  # of the same name
+    assert consumer.fetch(wanted, [8, 3, 6]).error is None  # a request with the same name
     assert consumer.has(12, [8, 3, 6], 0, 21)
 
 
@@ -113,33 +113,33 @@ def test_a_transfer_that_is_entered_twice_is_of_the_first(
     assert consumer.fetch(wanted, MINE).error is None
     assert consumer.has(11, MINE, 0, 21)
     assert peer.worker.freed() == {"request-11"}
-    assert consumer.fetch(of(peer, two, 12), [8, 3, 6]).error is None
+    assert consumer.fetch(reference_to(peer, two, 12), [8, 3, 6]).error is None
     assert consumer.has(12, [8, 3, 6], 0, 21)
 
 
-def test_what_could_not_be_leased_is_said(make_peer: MakePeer, make_worker: MakeWorker) -> None:
+def test_a_lease_that_failed_is_reported(make_peer: MakePeer, make_worker: MakeWorker) -> None:
     peer, consumer = make_peer(), make_worker()
-    peer.run("worker.enter(0, 11, [4, 9, 2000], 21)")  # no such block
+    peer.run("worker.enter(0, 11, [4, 9, 2000], 21)")  # block 2000 does not exist
     result = consumer.fetch(reference([peer.source], 0, 11, 21), MINE)
     assert failed(result, "request 00000000 could not be leased: .*2000")
 
 
 @pytest.mark.parametrize(
-    ("end", "why"),
+    ("end", "reason"),
     [
         ("worker.exchange.abort(handle(0))", "its producer has aborted it"),
         ("worker.exchange.book.expire()", "it was not fetched in 50 ms"),
     ],
     ids=["abort", "expire"],
 )
-def test_how_a_request_ended_is_said(
-    make_peer: MakePeer, make_worker: MakeWorker, end: str, why: str
+def test_the_end_of_a_request_is_reported_with_its_reason(
+    make_peer: MakePeer, make_worker: MakeWorker, end: str, reason: str
 ) -> None:
     peer, consumer = make_peer(lease_ttl_ms=50), make_worker()
     peer.run(f"worker.enter(0, 11, [4, 9, 2], 21); {end}")
     assert peer.worker.freed() == {"request-11"}
     result = consumer.fetch(reference([peer.source], 0, 11, 21), MINE)
-    assert failed(result, f"request 00000000 has ended: {why}")
+    assert failed(result, f"request 00000000 has ended: {reason}")
 
 
 def test_a_producer_that_was_replaced_is_linked_anew(
@@ -150,8 +150,10 @@ def test_a_producer_that_was_replaced_is_linked_anew(
     assert consumer.fetch(reference([old.source], 0, 11, 21), MINE).error is None
     stale = reference([old.source], 1, 12, 21, instance=b"no such one")
     failure = consumer.fetch(stale, [7, 1, 30])
-    assert failed(failure, f"at {old.source.address} is not the process")  # so it uses no link
-    new = make_peer(instance=b"the new one")  # of the same cluster, while the old one lives
+    # so the link to the process is not used
+    assert failed(failure, f"at {old.source.address} is not the process")
+    # another process of the same cluster, while the old one lives
+    new = make_peer(instance=b"the new one")
     new.worker.finish(1, 12, [5, 6, 8], 21)
     wanted = reference([new.source], 1, 12, 21, instance=b"the new one")
     assert consumer.fetch(wanted, [8, 3, 6]).error is None
@@ -160,10 +162,10 @@ def test_a_producer_that_was_replaced_is_linked_anew(
     assert failed(consumer.fetch(stale, MINE), f"at {new.source.address} is not the process")
 
 
-def test_a_linked_producer_is_used_whatever_address_a_reference_has(
+def test_a_linked_producer_is_used_in_spite_of_another_address(
     make_peer: MakePeer, make_worker: MakeWorker
 ) -> None:
-    """Nothing can be linked at that address; the process is the one that the reference names."""
+    """The address cannot be linked, but the process is the one that the reference names."""
     peer, consumer = make_peer(), make_worker()
     peer.worker.finish(0, 11, [4, 9, 2], 21)
     cluster_id, address = peer.source.cluster_id, peer.source.address

@@ -1,4 +1,4 @@
-"""What is said between serving engines, and what travels with a request."""
+"""Messages between serving engines, and references that travel with requests."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_message_is_a_notification(message: Any) -> None:
         encode(Refusal(1, "x"))[:-1],
     ],
 )
-def test_anything_else_is_refused(data: bytes) -> None:
+def test_other_data_than_messages_are_refused(data: bytes) -> None:
     with refused("LLM_PARAM_INVALID", "is not a message of kvplan.serving"):
         decode(data)
 
@@ -98,9 +98,9 @@ def test_a_reference_travels_as_json() -> None:
     assert Reference.from_dict(json.loads(json.dumps(REFERENCE.to_dict()))) == REFERENCE
 
 
-def test_of_a_request_that_has_not_finished_its_name_is_enough() -> None:
-    known = {key: REFERENCE.to_dict()[key] for key in ("protocol", "instance", "sources")}
-    reference = Reference.from_dict(known | {"transfer": "cmpl-1"})
+def test_an_unfinished_request_needs_only_a_transfer_name() -> None:
+    by_number = {key: REFERENCE.to_dict()[key] for key in ("protocol", "instance", "sources")}
+    reference = Reference.from_dict(by_number | {"transfer": "cmpl-1"})
     assert (reference.transfer, reference.digest, reference.num_tokens) == ("cmpl-1", b"", 0)
     assert Reference.from_dict(reference.to_dict()) == reference
 
@@ -123,7 +123,7 @@ def test_of_a_request_that_has_not_finished_its_name_is_enough() -> None:
         ({"surplus": 1}, "is invalid: "),
     ],
 )
-def test_what_is_no_reference_is_refused(change: dict[str, Any], match: str) -> None:
+def test_invalid_references_are_refused(change: dict[str, Any], match: str) -> None:
     with refused("LLM_PARAM_INVALID", match):
         Reference.from_dict(REFERENCE.to_dict() | change)
 
@@ -134,7 +134,7 @@ def test_the_name_of_a_transfer_has_up_to_128_characters(transfer: str, fits: bo
         assert check_transfer(transfer) == transfer
 
 
-def test_a_digest_is_of_the_tokens_and_of_what_else_counts() -> None:
+def test_a_digest_covers_the_tokens_and_extra_inputs() -> None:
     digests = {
         token_digest([1, 2]),
         token_digest([2, 1]),
@@ -144,6 +144,20 @@ def test_a_digest_is_of_the_tokens_and_of_what_else_counts() -> None:
     }
     assert (len(digests), {len(digest) for digest in digests}) == (5, {16})
     assert token_digest([1, 2], "adapter") == token_digest((1, 2), "adapter")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "extra", "named"),
+    [
+        (2.5, "", "tokens=2.5 must be ints"),
+        ([2**63], "", r"tokens=\[9223372036854775808\] must be ints below 2\*\*63"),
+        (["a"], "", r"tokens=\['a'\] must be ints"),
+        ([1], 3, r"extra\[0\]=3 must be str, not int"),
+    ],
+)
+def test_values_without_a_digest_are_named(tokens: Any, extra: Any, named: str) -> None:
+    with pytest.raises(TypeError, match=f"^{named}"):
+        token_digest(tokens, extra)
 
 
 @pytest.mark.parametrize(
@@ -190,17 +204,17 @@ HALVES, UNEVEN = ((0, 2), (2, 4)), ((0, 3), (3, 4))
     [
         # One stage reads all of two, and frees no other.
         (Place(), 1, UNEVEN, Share((0, 1), (), (1, 1))),
-        # Of two stages the second reads the end of the first source, which both read.
+        # The second of two stages reads the end of the first source, which both read.
         (Place(0, 1, 1, HALVES), 1, UNEVEN, Share((0, 1), (), (2, 1))),
         (Place(0, 1, 0, HALVES), 1, UNEVEN, Share((0,), (), (2, 1))),
         (Place(0, 1, 1, HALVES), 1, (None,), Share((0,), (), (2,))),
         # Each of two stages has two workers: heads and layers are cut.
         (Place(1, 2), 8, ((0, 2), (0, 2), (2, 4), (2, 4)), Share((1, 3), (), (1, 1, 1, 1))),
         (Place(0, 1), 8, ((0, 2), (0, 2), (2, 4), (2, 4)), Share((0, 1, 2, 3), (), (1,) * 4)),
-        # Four workers share two heads: two are not read, and freed by the first worker.
+        # Four workers share two heads: two sources are not read, and the first worker frees them.
         (Place(0, 2), 2, (None,) * 4, Share((0,), (1, 2), (1, 1, 1, 1))),
         (Place(1, 2), 2, (None,) * 4, Share((3,), (), (1, 1, 1, 1))),
-        # All have the only head: each reads another one.
+        # All sources have the only head: each worker reads another source.
         (Place(1, 2), 1, (None,) * 2, Share((1,), (), (1, 1))),
         (Place(2, 4), 1, (None,) * 2, Share((0,), (), (2, 2))),
         (Place(5, 16), 8, (None,) * 8, Share((2,), (), (2,) * 8)),
@@ -220,8 +234,8 @@ def test_a_producer_without_the_layers_of_a_stage_is_refused() -> None:
 EVEN, ODD = Held(None, (0, 2, 1)), Held(None, (1, 2, 1))
 
 
-def test_of_ranks_that_share_out_tokens_a_worker_reads_those_with_its_own() -> None:
-    """All ranks, if it has all tokens or others; of two with equal tokens another each."""
+def test_a_worker_reads_the_ranks_that_have_its_tokens() -> None:
+    """A worker with all tokens reads all ranks; copies with equal tokens read different ranks."""
     assert share_of(Place(), 1, (EVEN, ODD)) == Share((0, 1), (), (1, 1))
     second = Place(context=Interleaved(1, 2))
     assert share_of(second, 1, (EVEN, ODD)) == Share((1,), (), (1, 1))
@@ -256,20 +270,22 @@ def test_a_producer_without_a_rank_of_its_context_is_refused(sources: tuple[Held
 @pytest.mark.parametrize("heads", [1, 4, 8])
 @pytest.mark.parametrize("owners", [1, 2, 8, 16])
 @pytest.mark.parametrize("ranks", [1, 2, 8, 16])
-def test_each_worker_hears_from_as_many_readers_as_it_waits_for(
+def test_each_source_gets_messages_from_all_its_readers(
     ranks: int, owners: int, heads: int
 ) -> None:
-    """And each head of a reader is read from one worker that has it."""
+    """Each head of a reader is read from exactly one worker that has it."""
     shares = [share_of(Place(rank, ranks), heads, (Held(),) * owners) for rank in range(ranks)]
-    hears = Counter(owner for share in shares for owner in (*share.mine, *share.spare))
-    assert {share.readers for share in shares} == {tuple(hears[index] for index in range(owners))}
+    num_messages = Counter(owner for share in shares for owner in (*share.mine, *share.spare))
+    assert {share.readers for share in shares} == {
+        tuple(num_messages[index] for index in range(owners))
+    }
     for rank, share in enumerate(shares):
         read = [{*heads_of(owner, owners, heads)} for owner in share.mine]
         for head in heads_of(rank, ranks, heads):
-            assert sum(head in its_heads for its_heads in read) == 1
+            assert sum(head in heads_of_source for heads_of_source in read) == 1
 
 
-def test_heads_that_cannot_be_shared_out_are_refused() -> None:
+def test_heads_that_cannot_be_divided_are_refused() -> None:
     assert heads_of(5, 16, 8) == range(2, 3)
     with refused("LLM_PARAM_INVALID", "num_heads=8 must be a multiple or a divisor of 3 workers"):
         heads_of(0, 3, 8)

@@ -1,4 +1,4 @@
-"""Links with producers that fail: who shares a failure, and for how long."""
+"""Links with producers that fail: the requests that share a failure, and its duration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCE = Source(7, "127.0.0.1:1")
 
 
 class Engine:
-    """An engine that no producer can be linked with, once it may answer."""
+    """An engine that fails each link to a producer, once it may answer."""
 
     def __init__(self) -> None:
         self.answers = asyncio.Event()
@@ -54,8 +54,8 @@ async def errors_of(
     return [str(each) for each in await asyncio.gather(*waiting, return_exceptions=True)]
 
 
-def test_a_failure_is_of_the_requests_that_waited_for_it_and_of_no_later_one() -> None:
-    async def tried() -> None:
+def test_a_failure_is_shared_by_waiting_requests_only() -> None:
+    async def try_links() -> None:
         producers = producers_of(engine := Engine())
         errors = await errors_of(engine, producers, *[(SOURCE, b"producer")] * 3)
         assert errors == ["127.0.0.1:1: connection refused (LLM_LINK_FAILED)"] * 3
@@ -65,14 +65,14 @@ def test_a_failure_is_of_the_requests_that_waited_for_it_and_of_no_later_one() -
                 await producers.greet(SOURCE, b"producer")
             assert engine.tries == number
 
-    asyncio.run(tried())
+    asyncio.run(try_links())
 
 
-def test_a_failure_is_of_one_address_and_one_process() -> None:
-    """Of a cluster whose producer was replaced, requests wait for the old and for the new one."""
+def test_a_failure_is_shared_by_requests_to_one_address_and_process() -> None:
+    """The producer of a cluster was replaced: requests wait for the old and for the new one."""
     other = Source(SOURCE.cluster_id, "127.0.0.1:2")
 
-    async def tried() -> None:
+    async def try_links() -> None:
         producers = producers_of(engine := Engine())
         errors = await errors_of(
             engine, producers, (SOURCE, b"producer"), (SOURCE, b"another"), (other, b"another")
@@ -80,13 +80,13 @@ def test_a_failure_is_of_one_address_and_one_process() -> None:
         assert [text[:11] for text in errors] == ["127.0.0.1:1", "127.0.0.1:1", "127.0.0.1:2"]
         assert engine.tries == 3
 
-    asyncio.run(tried())
+    asyncio.run(try_links())
 
 
-def test_a_stopped_producer_of_a_request_does_not_keep_others_from_freeing_it() -> None:
-    """None of three is told later because an earlier one, or one without a reader, is stopped."""
+def test_a_stopped_producer_does_not_keep_others_from_freeing_a_request() -> None:
+    """A stopped producer, even one without a reader, delays the message to none of the others."""
     sources = [Source(number, f"127.0.0.1:{number}") for number in (1, 2, 3, 4)]
-    told: list[int] = []
+    notified: list[int] = []
 
     class Stopped:
         async def greet(self, source: Source, instance: bytes) -> None:
@@ -96,13 +96,13 @@ def test_a_stopped_producer_of_a_request_does_not_keep_others_from_freeing_it() 
         async def notify(self, cluster_id: int, message: Done) -> None:
             if cluster_id == 1:
                 await asyncio.Event().wait()
-            told.append(cluster_id)
+            notified.append(cluster_id)
 
     async def ended() -> None:
-        nothing: Any = None
+        unused: Any = None
         puller = Puller(
-            nothing, [], cast(Producers, Stopped()), rank=0, push=False, options=ExchangeOptions(),
-            movers=nothing, helpers=nothing, report=nothing,
+            unused, [], cast(Producers, Stopped()), rank=0, push=False, options=ExchangeOptions(),
+            movers=unused, helpers=unused, report=unused,
         )  # fmt: skip
         reference = Reference(b"producer", Handle.new(), b"digest", 8, tuple(sources))
         target = asyncio.get_running_loop().create_future()
@@ -110,7 +110,7 @@ def test_a_stopped_producer_of_a_request_does_not_keep_others_from_freeing_it() 
         sending = asyncio.create_task(puller._send_done(pull))
         for _ in range(8):  # turns of the loop
             await asyncio.sleep(0)
-        assert sorted(told) == [2, 4]
+        assert sorted(notified) == [2, 4]
         sending.cancel()
 
     asyncio.run(ended())

@@ -17,7 +17,7 @@ NAME = "cmpl-11"
 
 
 def ask(peer: Peer, consumer: Worker, blocks: list[int], tokens: int, first: int = 0) -> None:
-    """Ask for a request before it is computed; on return the producer knows it."""
+    """Ask for a request before it is computed, and wait until the producer knows the ask."""
     wanted = reference([peer.source], 0, 11, tokens, transfer=NAME)
     consumer.exchange.fetch("mine", wanted, Target(blocks, first))
     peer.run(f"worker.wait_asked({NAME!r})")
@@ -30,7 +30,7 @@ def result(consumer: Worker) -> PullResult:
 
 
 @pytest.mark.parametrize(("theirs", "mine"), [(8, 8), (4, 8), (8, 4)])
-def test_what_is_computed_in_chunks_is_there_when_it_is_whole(
+def test_a_request_computed_in_chunks_arrives_complete(
     make_peer: MakePeer,
     make_worker: MakeWorker,
     theirs: int,
@@ -41,10 +41,10 @@ def test_what_is_computed_in_chunks_is_there_when_it_is_whole(
     peer.run("tags = set(); worker.engine.on_plan(lambda event: tags.add(event.tag))")
     blocks = [7, 1, 30, 3, 5, 9][: -(-21 // mine)]
     ask(peer, consumer, blocks, 21)
-    from_ = [4, 9, 2, 0, 8, 6][: -(-21 // theirs)]
+    first_token = [4, 9, 2, 0, 8, 6][: -(-21 // theirs)]
     for first, end in ((0, 5), (5, 19), (19, 21)):
-        peer.run(f"worker.step(11, {from_}, {first}, {end}, 21, {NAME!r})")
-    peer.run(f"worker.enter(0, 11, {from_}, 21, {NAME!r})")
+        peer.run(f"worker.step(11, {first_token}, {first}, {end}, 21, {NAME!r})")
+    peer.run(f"worker.enter(0, 11, {first_token}, 21, {NAME!r})")
     item = result(consumer)
     assert item.error is None
     assert consumer.has(11, blocks, 0, 21)
@@ -55,19 +55,21 @@ def test_what_is_computed_in_chunks_is_there_when_it_is_whole(
     assert consumer.engine.leases() == []
 
 
-@pytest.mark.parametrize("here", [False, True])
+@pytest.mark.parametrize("consumer_limit", [False, True])
 def test_a_goal_that_is_too_large_is_refused_at_once(
-    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, here: bool
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, consumer_limit: bool
 ) -> None:
-    """By the consumer; by a producer with less room, or with the goals of other requests."""
+    """The consumer refuses, or a producer with less room or with goals of other requests."""
     producer = make_worker(1, push=True)
     consumer = make_worker(push=True, blocks=4000, block_tokens=1)
     monkeypatch.setattr(asks, "MAX_GOAL_NBYTES", 7000)
-    if here:
+    if consumer_limit:
         monkeypatch.setattr(pusher, "MAX_GOAL_NBYTES", 7000)
     wanted = reference([producer.source], 0, 11, 21, transfer=NAME)
     found = consumer.fetch(wanted, [*range(4000)])
-    expected = "fetch fewer, or with push=False" if here else "unread goals exceed 7000 bytes"
+    expected = (
+        "fetch fewer, or with push=False" if consumer_limit else "unread goals exceed 7000 bytes"
+    )
     assert expected in str(found.error)
     assert consumer.engine.leases() == []
 
@@ -88,8 +90,8 @@ def test_a_layer_moves_before_the_next_is_computed(
         """
     )
     first, second = consumer.engine.arrays(consumer.cache)
-    end = time.monotonic() + 60  # only a push that does not begin reaches it
-    while not first[7].all():  # 1 KiB, whose last word is there soon
+    end = time.monotonic() + 60  # reached only by a push that does not begin
+    while not first[7].all():  # 1 KiB, whose last word arrives soon
         assert time.monotonic() < end, "the layer did not move"
     assert not second[7].any()
     peer.run(f"worker.exchange.end_step(); worker.enter(0, 11, [4], 8, {NAME!r})")
@@ -97,7 +99,7 @@ def test_a_layer_moves_before_the_next_is_computed(
     assert consumer.has(11, [7], 0, 8)
 
 
-def test_what_was_pushed_is_there_if_the_rest_cannot_be_pulled(
+def test_pushed_tokens_stay_if_the_rest_cannot_be_pulled(
     make_peer: MakePeer, make_worker: MakeWorker
 ) -> None:
     peer, consumer = make_peer(push=True), make_worker(push=True)
@@ -108,13 +110,13 @@ def test_what_was_pushed_is_there_if_the_rest_cannot_be_pulled(
     peer.run(f"worker.enter(0, 11, [4, 9, 2], 21, {NAME!r})")
     entered.set()
     item = result(consumer)
-    # Its descriptors are closed a moment before it has exited.
+    # A dying process closes its descriptors a moment before it has exited.
     assert failed(item, "has exited|has closed its transport")
     assert (item.tokens, item.pushed) == (21, 16)
     assert consumer.has(11, [7, 1], 0, 16)
 
 
-def test_only_what_is_missing_is_pushed(make_peer: MakePeer, make_worker: MakeWorker) -> None:
+def test_only_missing_tokens_are_pushed(make_peer: MakePeer, make_worker: MakeWorker) -> None:
     peer, consumer = make_peer(push=True), make_worker(push=True)
     consumer.compute(12, [7], 8)
     ask(peer, consumer, [7, 1, 30], 21, first=8)
@@ -142,7 +144,7 @@ def test_a_consumer_that_comes_late_fetches_the_beginning_too(
 
 
 @pytest.mark.parametrize(("producer", "consumes"), [(True, False), (False, True), (False, False)])
-def test_where_only_one_side_pushes_what_is_finished_is_pulled(
+def test_finished_requests_are_pulled_if_only_one_side_pushes(
     make_peer: MakePeer,
     make_worker: MakeWorker,
     producer: bool,
@@ -158,7 +160,7 @@ def test_where_only_one_side_pushes_what_is_finished_is_pulled(
     assert item.pushed == 0
 
 
-def test_one_that_asks_after_it_was_finished_pulls_it(
+def test_a_consumer_that_asks_for_a_finished_request_pulls_it(
     make_peer: MakePeer, make_worker: MakeWorker
 ) -> None:
     peer, consumer = make_peer(push=True), make_worker(push=True)
@@ -167,7 +169,7 @@ def test_one_that_asks_after_it_was_finished_pulls_it(
     wanted = reference([peer.source], 0, 11, 21, transfer=NAME)
     assert consumer.fetch(wanted, [7, 1, 30]).error is None
     assert consumer.has(11, [7, 1, 30], 0, 21)
-    assert peer.worker.freed() == {"request-11"}  # the end of the first is taken by a thread
+    assert peer.worker.freed() == {"request-11"}  # a thread takes the end of the first request
     assert failed(consumer.fetch(wanted, [7, 1, 30]), "cmpl-11 has ended")
 
 
@@ -202,7 +204,7 @@ def test_a_request_that_is_computed_again_is_pushed_from_its_new_blocks(
 def test_a_request_that_is_preempted_between_two_layers_is_pushed_from_its_beginning(
     make_peer: MakePeer, make_worker: MakeWorker
 ) -> None:
-    """The second layer of the first tokens was in a task that was cancelled."""
+    """A cancelled task had the second layer of the first tokens."""
     peer, consumer = make_peer(push=True), make_worker(push=True)
     ask(peer, consumer, [7, 1, 30], 21)
     peer.run(
@@ -240,7 +242,7 @@ def test_a_request_that_is_cancelled_gets_no_more_bytes_and_is_free(
     peer.run(f"worker.step(11, [4, 9, 2], 0, 8, 21, {NAME!r})")
     consumer.exchange.cancel("mine")
     assert failed(result(consumer), "the request was cancelled")
-    consumer.compute(13, [7, 1, 30], 21)  # the blocks are another's
+    consumer.compute(13, [7, 1, 30], 21)  # the blocks belong to another request now
     peer.run(f"worker.step(11, [4, 9, 2], 8, 21, 21, {NAME!r})")
     peer.run(f"worker.enter(0, 11, [4, 9, 2], 21, {NAME!r})")
     assert peer.worker.freed() == {"request-11"}
@@ -268,7 +270,7 @@ def test_a_request_that_is_never_computed_fails_in_time(
 
 
 @pytest.mark.parametrize(("owners", "readers"), [(1, 2), (2, 1), (2, 2)])
-def test_each_worker_pushes_the_heads_that_it_has(
+def test_each_worker_pushes_its_heads(
     make_worker: MakeWorker, make_peer: MakePeer, owners: int, readers: int
 ) -> None:
     peer = make_peer(10, push=True, place=Place(0, owners))
@@ -295,10 +297,10 @@ def test_each_worker_pushes_the_heads_that_it_has(
 
 
 @pytest.mark.parametrize("pushes", [(True, False), (False, True)])
-def test_what_one_of_two_producers_has_not_pushed_is_pulled(
+def test_tokens_that_one_of_two_producers_has_not_pushed_are_pulled(
     make_worker: MakeWorker, make_peer: MakePeer, pushes: tuple[bool, bool]
 ) -> None:
-    """Each has half of the heads: how much has arrived is what the slower one says."""
+    """Each producer has half of the heads, so the slower one decides how many tokens arrived."""
     peer = make_peer(10, push=pushes[0], place=Place(0, 2))
     code = "other = Worker(11, **options); result = other.source.address"
     address = peer.run(code, options={"place": Place(1, 2), "push": pushes[1]})

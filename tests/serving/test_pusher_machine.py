@@ -1,4 +1,4 @@
-"""Pushes beside a model of them: which tokens are in which task, and what has arrived."""
+"""Pushes compared with a model: the tokens of each task, and the tokens that have arrived."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Key = tuple[int, int, str]
 
 @dataclass(eq=False)
 class Task:
-    """A push by layers that ends when the test says so."""
+    """A push by layers that ends when the test ends it."""
 
     transfer: Any
     layers: Sequence[int] = (0, 1)
@@ -45,7 +45,7 @@ class Task:
             self.made_ready.append(layer)
 
     def wait_done(self, timeout_ms: float) -> bool:
-        """Whoever waits sees the end of a task whose layers are all ready."""
+        """Return `done`; a task whose layers are all ready ends here."""
         assert timeout_ms == 1234
         if len(self.made_ready) == len(self.layers) and not self.done:
             self.end(failed=False)
@@ -62,7 +62,7 @@ class Task:
 
 
 class Engine:
-    """Makes tasks, or refuses to."""
+    """An engine that makes tasks, or refuses to."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -77,21 +77,21 @@ class Engine:
 
 @dataclass(eq=False)
 class Push:
-    """The model of a push: the end of what is in tasks, and those tasks with their ends."""
+    """The model of a push: the end of the tokens in tasks, and those tasks with their ends."""
 
     missing: int  # the first missing token
-    first: int  # of the tasks
+    first: int  # the first token of the tasks
     begun: int
     tasks: list[tuple[Task, int]] = field(default_factory=list)
     broken: bool = False
 
     def arrived(self) -> int:
-        """The end of what came without a gap."""
+        """Return the end of the tokens that arrived without a gap."""
         end = self.first
-        for task, its_end in self.tasks:
+        for task, task_end in self.tasks:
             if not task.done or task.failed:
                 break
-            end = its_end
+            end = task_end
         return end
 
 
@@ -112,7 +112,7 @@ class Machine:
         self.step: list[Task] = []
         self.computed = dict.fromkeys(DIGESTS, 0)
 
-    def of(self, name: str, cluster_id: int | None = None) -> dict[Key, Push]:
+    def key_of(self, name: str, cluster_id: int | None = None) -> dict[Key, Push]:
         return {
             key: push
             for key, push in self.pushes.items()
@@ -130,7 +130,7 @@ class Machine:
         self.pushes[key] = Push(first, first, first, broken=digest == b"of another")
 
     def begin(self) -> None:
-        """A step of the model computes some tokens of each request."""
+        """Let a step of the model compute some tokens of each request."""
         chunks = []
         self.engine.refuses = self.random.random() < 0.1
         before = len(self.engine.tasks)
@@ -142,7 +142,7 @@ class Machine:
         made = iter(self.engine.tasks[before:])
         self.step = self.engine.tasks[before:]
         for chunk in chunks:
-            for key, push in self.of(chunk.transfer).items():
+            for key, push in self.key_of(chunk.transfer).items():
                 push.broken |= any(task.failed for task, _ in push.tasks)
                 end = chunk.end if chunk.last else chunk.end - chunk.end % BLOCK
                 if push.broken or push.begun % UNIT or end <= push.begun:
@@ -157,7 +157,7 @@ class Machine:
         assert list(made) == []
 
     def check_task(self, task: Task, key: Key, push: Push, end: int) -> None:
-        """It takes [begun, end) from the blocks, and puts them behind the lease's first."""
+        """Check that the task moves [begun, end) to the blocks behind the first of the lease."""
         read, written = task.transfer.src, task.transfer.dst
         assert read.cache is GROUP.cache
         assert written.cache.cluster_id == key[0]
@@ -179,7 +179,7 @@ class Machine:
             self.step = []
 
     def move(self) -> None:
-        """Some tasks end: well, or with an error."""
+        """End some tasks, with success or with an error."""
         for task in self.engine.tasks:
             if not task.done and len(task.made_ready) == 2 and self.random.random() < 0.6:
                 task.end(failed=self.random.random() < 0.2)
@@ -188,41 +188,42 @@ class Machine:
         name = self.random.choice("xy")
         in_flight = {
             key[0]
-            for key, push in self.of(name).items()
+            for key, push in self.key_of(name).items()
             if any(not task.done for task, _ in push.tasks)
         }
         self.stopped = []
         assert self.pusher.end(name) is (not in_flight)
         assert sorted(self.stopped) == sorted((cluster_id, name) for cluster_id in in_flight)
-        for key, push in self.of(name).items():
+        for key, push in self.key_of(name).items():
             push.broken = True
             if not in_flight:
                 del self.pushes[key]
 
     def remove(self) -> None:
         cluster_id, name = self.random.choice(CLUSTERS), self.random.choice("xy")
-        others = [task for task in self.engine.tasks if not task.done]
-        gone = self.of(name, cluster_id)
+        other_pushes = [task for task in self.engine.tasks if not task.done]
+        removed = self.key_of(name, cluster_id)
         self.pusher.remove(cluster_id, name)
-        own = [task for push in gone.values() for task, _ in push.tasks]
+        own = [task for push in removed.values() for task, _ in push.tasks]
         assert all(task.done for task in own)
-        assert not any(task.done for task in others if task not in own)
-        for key in gone:
+        assert not any(task.done for task in other_pushes if task not in own)
+        for key in removed:
             del self.pushes[key]
 
     def cancel(self) -> None:
-        """The blocks of a request are taken away: it is computed again, from its beginning."""
+        """Take the blocks of a request away: it is computed again from its beginning."""
         name = self.random.choice("xy")
-        arrived = {key: push.arrived() for key, push in self.of(name).items()}
-        others = [task for task in self.engine.tasks if not task.done]
+        arrived = {key: push.arrived() for key, push in self.key_of(name).items()}
+        other_pushes = [task for task in self.engine.tasks if not task.done]
         self.pusher.cancel([name])
         self.computed[name] = 0
-        own = [task for push in self.of(name).values() for task, _ in push.tasks]
+        own = [task for push in self.key_of(name).values() for task, _ in push.tasks]
         assert all(task.done for task in own)
-        assert not any(task.done for task in others if task not in own)
-        for key, push in self.of(name).items():
+        assert not any(task.done for task in other_pushes if task not in own)
+        for key, push in self.key_of(name).items():
             if push.tasks:
-                # Only what the pusher has seen to arrive counts; it may look later than this test.
+                # The pusher may look later than this test, and counts only arrivals that it has
+                # seen.
                 push.begun = self.pusher._pushes[name][key[:2]].begun
                 assert push.first <= push.begun <= arrived[key]
                 push.first, push.tasks = push.begun, []
@@ -241,7 +242,7 @@ class Machine:
     def check(self) -> None:
         assert sorted(self.pusher.transfers()) == sorted({(key[0], key[2]) for key in self.pushes})
         for name in DIGESTS:
-            assert self.pusher.is_pushing(name) == bool(self.of(name))
+            assert self.pusher.is_pushing(name) == bool(self.key_of(name))
 
 
 MOVES = (
@@ -251,7 +252,7 @@ MOVES = (
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_tokens_are_pushed_as_the_model_says(seed: int) -> None:
+def test_tokens_are_pushed_like_those_of_the_model(seed: int) -> None:
     for number in range(30):
         random = Random(f"{seed} {number}")
         machine = Machine(random)

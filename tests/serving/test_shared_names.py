@@ -1,4 +1,4 @@
-"""Requests of one name, and blocks that are free while others still use them: never wrong bytes."""
+"""Requests with one name, and free blocks that others still use: no wrong bytes arrive."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def results(consumer: Worker, number: int) -> dict[str, PullResult]:
     return {item.request: item for item in found}
 
 
-def honest(consumer: Worker, blocks: list[int], pull_result: PullResult) -> bool:
-    """Whether a result without an error has the bytes of its own request."""
+def is_error_or_correct(consumer: Worker, blocks: list[int], pull_result: PullResult) -> bool:
+    """Return True if the result has an error, or the blocks have the bytes of the request."""
     return pull_result.error is not None or consumer.has(11, blocks, 0, 21)
 
 
-def test_two_requests_of_a_consumer_that_wait_for_one_transfer(make_worker: MakeWorker) -> None:
+def test_two_requests_of_a_consumer_wait_for_one_transfer(make_worker: MakeWorker) -> None:
     producer, consumer = make_worker(1, push=True), make_worker(2, push=True)
     wanted = reference([producer.source], 0, 11, 21, transfer=NAME)
     for name, blocks in (("first", [7, 1, 30]), ("second", [8, 2, 29])):
@@ -36,14 +36,14 @@ def test_two_requests_of_a_consumer_that_wait_for_one_transfer(make_worker: Make
     producer.step(11, [4, 9, 2], 0, 21, 21, NAME)
     producer.enter(0, 11, [4, 9, 2], 21, NAME)
     ended = results(consumer, 2)
-    assert honest(consumer, [7, 1, 30], ended["first"])
-    assert honest(consumer, [8, 2, 29], ended["second"])
+    assert is_error_or_correct(consumer, [7, 1, 30], ended["first"])
+    assert is_error_or_correct(consumer, [8, 2, 29], ended["second"])
     assert None in {item.error for item in ended.values()}
     assert producer.freed() == {"request-11"}
     assert producer.exchange._pusher.transfers() == []
 
 
-def test_one_that_is_cancelled_does_not_leave_the_other_waiting(make_worker: MakeWorker) -> None:
+def test_a_cancelled_request_does_not_leave_the_other_waiting(make_worker: MakeWorker) -> None:
     producer, consumer = make_worker(1, push=True), make_worker(2, push=True)
     wanted = reference([producer.source], 0, 11, 21, transfer=NAME)
     for name, blocks in (("first", [7, 1, 30]), ("second", [8, 2, 29])):
@@ -56,7 +56,7 @@ def test_one_that_is_cancelled_does_not_leave_the_other_waiting(make_worker: Mak
 
 
 @pytest.mark.parametrize("end", ["abort", "done"])
-def test_blocks_that_are_free_are_not_pushed(make_worker: MakeWorker, end: str) -> None:
+def test_free_blocks_are_not_pushed(make_worker: MakeWorker, end: str) -> None:
     producer, consumer = make_worker(1, push=True), make_worker(2, push=True)
     consumer.exchange.fetch(
         "mine", reference([producer.source], 0, 11, 21, transfer=NAME), Target([7, 1, 30])
@@ -65,17 +65,17 @@ def test_blocks_that_are_free_are_not_pushed(make_worker: MakeWorker, end: str) 
     producer.compute(11, [4, 9, 2], 21)
     digest = reference([producer.source], 0, 11, 21).digest
     producer.begin(11, [4, 9, 2], 21, 21, NAME)
-    producer.exchange.layer_ready(0)  # the other layer is on its way for as long as the test wants
+    producer.exchange.layer_ready(0)  # the other layer stays on its way until the test ends it
     producer.enter(0, 11, [4, 9, 2], 21, NAME)
     if end == "abort":
         producer.exchange.abort(handle(0))
-    else:  # another reader, of the same tokens
+    else:  # another reader of the same tokens
         producer.exchange._receive(3, encode(Done(INSTANCE, b"", digest, 1, NAME)))
     assert producer.freed() == {"request-11"}
     producer.compute(12, [4, 9, 2], 21)
     producer.exchange.end_step()
     (value,) = results(consumer, 1).values()
-    assert honest(consumer, [7, 1, 30], value)
+    assert is_error_or_correct(consumer, [7, 1, 30], value)
 
 
 def test_a_request_that_cannot_be_leased_is_not_pushed_any_more(make_worker: MakeWorker) -> None:
@@ -86,7 +86,7 @@ def test_a_request_that_cannot_be_leased_is_not_pushed_any_more(make_worker: Mak
     producer.wait_asked(NAME)
     producer.compute(11, [4, 9, 2], 21)
     producer.begin(11, [4, 9, 2], 21, 21, NAME)
-    producer.enter(0, 11, [4, 9, 2000], 21, NAME)  # no such block
+    producer.enter(0, 11, [4, 9, 2000], 21, NAME)  # block 2000 does not exist
     assert producer.freed() == {"request-11"}
     producer.compute(12, [4, 9, 2], 21)
     producer.exchange.end_step()
@@ -110,7 +110,7 @@ def test_a_name_can_be_used_as_soon_as_it_was_dropped(make_worker: MakeWorker) -
 def test_an_expected_request_whose_name_is_used_for_another_is_free(
     make_worker: MakeWorker,
 ) -> None:
-    """As if it was dropped: its producer frees it, long before its lease expires."""
+    """The first request is dropped: its producer frees it long before its lease expires."""
     producer, consumer = make_worker(1), make_worker(2)
     producer.finish(0, 11, [4, 9, 2], 21)
     producer.finish(1, 12, [5, 6, 8], 21)
@@ -124,7 +124,7 @@ def test_an_expected_request_whose_name_is_used_for_another_is_free(
     assert producer.freed() == {"request-12"}
 
 
-def test_what_is_fetched_is_what_fetch_says(make_worker: MakeWorker) -> None:
+def test_a_fetch_replaces_an_expected_request_of_its_name(make_worker: MakeWorker) -> None:
     producer, consumer = make_worker(1), make_worker(2)
     producer.finish(0, 11, [4, 9, 2], 21)
     producer.finish(1, 12, [5, 6, 8], 21)
@@ -135,7 +135,7 @@ def test_what_is_fetched_is_what_fetch_says(make_worker: MakeWorker) -> None:
     assert producer.freed() <= {"request-11", "request-12"}
 
 
-def test_an_answer_counts_from_whom_was_asked(make_worker: MakeWorker) -> None:
+def test_only_the_asked_producer_can_answer(make_worker: MakeWorker) -> None:
     producer, consumer = make_worker(1), make_worker(2)
     producer.finish(0, 12, [5, 6, 8], 21)
     consumer.exchange.fetch(
@@ -156,19 +156,19 @@ def test_an_answer_counts_from_whom_was_asked(make_worker: MakeWorker) -> None:
     assert consumer.has(11, [7, 1, 30], 0, 21)
 
 
-def test_numbers_of_asks_are_not_those_of_another_life(make_worker: MakeWorker) -> None:
+def test_numbers_of_asks_differ_between_processes(make_worker: MakeWorker) -> None:
     numbers = {next(make_worker(number).exchange._puller._numbers) for number in (2, 3)}
     assert len(numbers) == 2
 
 
-def test_a_producer_that_comes_again_by_itself_is_compared_again(make_worker: MakeWorker) -> None:
+def test_a_restarted_producer_that_links_itself_is_compared_again(make_worker: MakeWorker) -> None:
     producer, consumer = make_worker(1), make_worker(2)
     producer.finish(0, 11, [4, 9, 2], 21)
     assert consumer.fetch(reference([producer.source], 0, 11, 21), [7, 1, 30]).error is None
     producer.close()
-    again = make_worker(1, model="large", instance=b"another life")
-    again.finish(0, 11, [4, 9, 2], 21)
-    here = ClusterInfo(2, consumer.source.address)
-    again.engine.link_clusters([here]).raise_for_status()
-    wanted = reference([again.source], 0, 11, 21, instance=b"another life")
+    new_producer = make_worker(1, model="large", instance=b"another life")
+    new_producer.finish(0, 11, [4, 9, 2], 21)
+    consumer_info = ClusterInfo(2, consumer.source.address)
+    new_producer.engine.link_clusters([consumer_info]).raise_for_status()
+    wanted = reference([new_producer.source], 0, 11, 21, instance=b"another life")
     assert failed(consumer.fetch(wanted, [8, 2, 29]), "model is 'tiny' here and 'large' there")

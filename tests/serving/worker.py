@@ -1,4 +1,4 @@
-"""A worker of a serving engine, as far as its cache goes: used by tests, and by their peers."""
+"""The cache side of a worker of a serving engine, for tests and their peers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from kvplan.serving.tables import Blocks, heads_of
 
 LAYERS, HEADS, DIM = 2, 4, 8
 INSTANCE = bytes(range(16))
-DEADLINE_MS = 60_000.0  # only a hanging test reaches it
+DEADLINE_MS = 60_000.0  # reached only by a hanging test
 
 
 def contents(request: int, tokens: int) -> NDArray[np.float32]:
-    """What a model computes of a request: of each layer, head, token and element."""
+    """Return the computed content of a request: a value for each layer, head, token and element."""
     whole = np.random.default_rng(request).random((LAYERS, HEADS, 4096, DIM), np.float32)
     return whole[:, :, :tokens]
 
@@ -42,7 +42,7 @@ def prompt(request: int, tokens: int) -> list[int]:
 
 
 def handle(sequence: int) -> Handle:
-    """A handle that tests name by a number, where users have random ones."""
+    """Return a handle that tests name by a number, while users have random ones."""
     return Handle(sequence.to_bytes(16, "little"))
 
 
@@ -85,7 +85,7 @@ class Base:
             instance,
             place=place,
             push=push,
-            # What nobody frees expires after the deadline of the test, not before.
+            # A request that is not freed expires after the deadline of the test, not before.
             options=ExchangeOptions(**{"lease_ttl_ms": 2 * DEADLINE_MS} | options),
         )
 
@@ -109,7 +109,7 @@ class Base:
     def fetch(
         self, reference: Reference, blocks: Any, first: int = 0, name: str = "mine"
     ) -> PullResult:
-        """Fetch a request, and return how it ended."""
+        """Fetch a request, and return its result."""
         self.exchange.fetch(name, reference, Target(blocks, first))
         assert self.exchange.wait(DEADLINE_MS)
         (result,) = self.exchange.take_results()
@@ -117,7 +117,7 @@ class Base:
         return result
 
     def freed(self) -> set[str]:
-        """The requests whose blocks have become free, once there is one."""
+        """Wait for freed requests, and return their names."""
         assert self.exchange.wait(DEADLINE_MS)
         return {self.names[item] for item in self.exchange.take_freed()}
 
@@ -127,7 +127,7 @@ class Base:
 
 
 class Worker(Base):
-    """With one cache."""
+    """A worker with one cache."""
 
     def make_cache(self, desc: CacheDesc) -> Cache:
         self.cache = self.engine.allocate_blocks_cache(desc)
@@ -141,7 +141,7 @@ class Worker(Base):
         first: int = 0,
         layers: Sequence[int] = range(LAYERS),
     ) -> None:
-        """Fill blocks as the model does with tokens of a request."""
+        """Fill blocks with the computed content of tokens of a request."""
         arrays = self.engine.arrays(self.cache)
         whole = contents(request, tokens)
         for position in range(first, tokens):
@@ -166,7 +166,7 @@ class Worker(Base):
         self.exchange.begin_step([Chunk(name, digest, blocks, end, end == tokens)])
 
     def has(self, request: int, blocks: Sequence[int], first: int, tokens: int) -> bool:
-        """Whether blocks hold these tokens of a request."""
+        """Return True if blocks hold these tokens of a request."""
         arrays = self.engine.arrays(self.cache)
         whole = contents(request, tokens)
         return all(

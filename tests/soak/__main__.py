@@ -1,8 +1,9 @@
-"""`make soak`: chaos, fuzzers and ThreadSanitizer, round after round, for as long as is said.
+"""`make soak`: rounds of chaos, fuzzers and ThreadSanitizer until a given time is over.
 
-Each round is a program of its own with a seed of its own, which it prints when it begins; a failure
-says the command that repeats it. A round fails if it exits with anything but 0, does not end, or
-leaves a process or a file of shared memory. The rounds' output is in build/soak/.
+Each round is a program of its own with a seed of its own, which is printed when the round begins.
+The report of a failure contains the command that repeats the round. A round fails if it exits with
+anything but 0, does not end, or leaves a process or a file of shared memory. The output of the
+rounds is in build/soak/.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from tests.soak.chaos import MACHINES
 from tests.soak.parsers import PARSERS
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 1800  # of a round; only one that hangs reaches it
+LIMIT_S = 1800  # per round; only a round that hangs reaches this limit
 SHOWN_LINES = 25
 CORPUS = sorted(map(str, Path("tests/tcp/corpus").glob("*")))
-# What make sanitize-threads runs; a round takes some of it, with new examples of Hypothesis.
+# The tests of `make sanitize-threads`. A round takes one line of them, with new examples of
+# Hypothesis.
 RACES = (
     "tests/native/test_executor.py tests/native/test_executor_concurrency.py",
     "tests/native/test_layered.py tests/native/test_layered_concurrency.py",
@@ -43,7 +45,7 @@ RACES = (
 )
 
 Command = Callable[[int], Sequence[str]]
-"""What is run with a seed, in the root of the repository."""
+"""A function from a seed to the command of a round, which runs in the root of the repository."""
 
 
 def _chaos(machine: str) -> Command:
@@ -55,14 +57,14 @@ def _requests(seed: int) -> Sequence[str]:
 
 
 def _races(machine: str) -> Command:
-    """Chaos with native code that watches its threads; it is some ten times slower."""
+    """Return chaos with native code under ThreadSanitizer, which is about ten times slower."""
     arguments = ["python", "-m", "tests.soak.chaos", machine]
     return lambda seed: ["tools/sanitize", "thread", *arguments, str(seed), "40"]
 
 
 def _race_tests(seed: int) -> Sequence[str]:
     chosen = RACES[seed % len(RACES)].split()
-    environment = ["env", "HYPOTHESIS_PROFILE=soak"]  # that of CI has no regard to a seed
+    environment = ["env", "HYPOTHESIS_PROFILE=soak"]  # the profile of CI ignores the seed
     options = ["-q", "-k", "not forked", f"--hypothesis-seed={seed}"]
     return [*environment, "tools/sanitize", "thread", *options, *chosen]
 
@@ -75,14 +77,14 @@ def _fuzz_tcp(end: str, amount: int, *files: str) -> Command:
     return lambda seed: ["build/fuzz/fuzz_tcp", end, str(amount), str(seed), *files]
 
 
-# In this order, again and again. What races are looked for in takes longest.
+# Rounds take the parts in this order, repeatedly. The parts that look for races take longest.
 PARTS: dict[str, Command] = {
-    **{f"chaos-{item}": _chaos(item) for item in MACHINES},
+    **{f"chaos-{machine}": _chaos(machine) for machine in MACHINES},
     "requests": _requests,
     "fuzz-requests": _fuzz_tcp("parser", 1_000_000, *CORPUS),
     "fuzz-answering": _fuzz_tcp("answers", 10, *CORPUS),
     "fuzz-asking": _fuzz_tcp("asks", 10),
-    **{f"fuzz-{item}": _parser(item) for item in PARSERS},
+    **{f"fuzz-{name}": _parser(name) for name in PARSERS},
     "races-local": _races("local"),
     "races-tcp": _races("tcp"),
     "races-tests": _race_tests,
@@ -91,21 +93,21 @@ PARTS: dict[str, Command] = {
 
 @dataclass
 class Tally:
-    """What the rounds of one part came to."""
+    """Results of all rounds of one part."""
 
     rounds: int = 0
     failures: int = 0
     seconds: float = 0
     counts: Counter[str] = field(default_factory=Counter)
-    said: str = ""
+    text: str = ""
     grown: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def take(self, last_line: str) -> None:
-        """Add what a round says in its last line."""
+        """Add the counts that a round prints as its last line."""
         try:
             found: dict[str, Any] = json.loads(last_line)
         except ValueError:
-            self.said = last_line
+            self.text = last_line
             return
         self.counts.update(found["counts"])
         for held in found.get("held", {}).values():
@@ -115,11 +117,11 @@ class Tally:
                 self.grown[what] = max(before, now, key=lambda value: value[1] - value[0])
 
     def __str__(self) -> str:
-        many = [f"{number:,} {what}" for what, number in self.counts.most_common()]
+        totals = [f"{number:,} {what}" for what, number in self.counts.most_common()]
         grown = ", ".join(f"{what} {a} to {b}" for what, (a, b) in self.grown.items())
         return "; ".join(
             value
-            for value in (", ".join(many) or self.said, grown and f"most growth: {grown}")
+            for value in (", ".join(totals) or self.text, grown and f"most growth: {grown}")
             if value
         )
 
@@ -129,7 +131,7 @@ def _size(held: Any) -> int:
 
 
 def held_here() -> dict[str, int]:
-    """What this process holds, and how many files of shared memory the machine has."""
+    """Return the resources of this process, and the number of files in /dev/shm."""
     return {
         "kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "descriptors": len([*Path("/proc/self/fd").iterdir()]),
@@ -143,17 +145,17 @@ def shared_memory() -> set[str]:
 
 
 def orphans(names: set[str]) -> set[str]:
-    """Those of these files in /dev/shm that no process has mapped or open."""
+    """Return the names in /dev/shm that no process has mapped or open."""
     for process in Path("/proc").glob("[0-9]*") if names else ():
         with suppress(OSError):
             opened = [str(path.readlink()) for path in (process / "fd").iterdir()]
             text = "\n".join([(process / "maps").read_text(errors="replace"), *opened])
             names = {name for name in names if f"/dev/shm/{name}" not in text}
-    return names & shared_memory()  # one may have gone meanwhile, with its process
+    return names & shared_memory()  # a file may have gone meanwhile, with its process
 
 
 class Soak:
-    """The rounds, and what came of them."""
+    """The rounds and their results."""
 
     def __init__(self, parts: Mapping[str, Command], folder: Path) -> None:
         self._parts, self._folder = parts, folder
@@ -167,25 +169,25 @@ class Soak:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._began
 
-    def _say(self, *lines: str) -> None:
+    def _print(self, *lines: str) -> None:
         minutes, seconds = divmod(int(self.elapsed_s), 60)
         for line in lines:
             print(f"[{minutes:3}:{seconds:02}] {line}", flush=True)
 
     def run(self, seed: int, seconds: float, rounds: int | None) -> None:
-        """Rounds until the time is over, or there were so many."""
+        """Run rounds until the time is over, or until their number is reached."""
         names = [*self._parts]
         for number in count():
             if number == rounds or (rounds is None and self.elapsed_s >= seconds):
                 return
-            self._round(number + 1, names[number % len(names)], seed + number)
+            self._run_round(number + 1, names[number % len(names)], seed + number)
 
-    def _round(self, number: int, name: str, seed: int) -> None:
+    def _run_round(self, number: int, name: str, seed: int) -> None:
         title = f"round {number}: {name} with seed {seed}"
-        self._say(f"{title}; {len(self.failed)} failures so far")
+        self._print(f"{title}; {len(self.failed)} failures so far")
         tally, log = self.tallies[name], self._folder / f"{name}-{seed}.log"
         before, began = shared_memory(), time.monotonic()
-        wrong = self._ended(self._parts[name](seed), log)
+        wrong = self._execute(self._parts[name](seed), log)
         took = time.monotonic() - began
         if not wrong and (left := orphans(shared_memory() - before)):
             wrong = f"it has left {sorted(left)} in /dev/shm"
@@ -197,11 +199,11 @@ class Soak:
         tally.failures += 1
         again = f"make soak PARTS={name} SEED={seed} ROUNDS=1"
         self.failed.append(again)
-        self._say(f"{title} FAILED after {took:.0f} s: {wrong}", *lines[-SHOWN_LINES:])
-        self._say(f"all of its output: {log}", f"again: {again}")
+        self._print(f"{title} FAILED after {took:.0f} s: {wrong}", *lines[-SHOWN_LINES:])
+        self._print(f"all of its output: {log}", f"again: {again}")
 
-    def _ended(self, command: Sequence[str], log: Path) -> str:
-        """What is wrong with how it ended; "": nothing."""
+    def _execute(self, command: Sequence[str], log: Path) -> str:
+        """Run a command; return the reason of its failure, or ""."""
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -213,7 +215,7 @@ class Soak:
             return f"it has not ended within {LIMIT_S} s"
         finally:
             left = True
-            try:  # stopped processes too: they are of its group
+            try:  # SIGKILL also ends stopped processes of the group
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 left = False
@@ -223,20 +225,20 @@ class Soak:
         return "it has left processes" if left else ""
 
     def summary(self) -> int:
-        """Print it; returns the exit status."""
-        self._say("", f"{'part':16} rounds  failed  seconds  what")
+        """Print the summary, and return the exit status."""
+        self._print("", f"{'part':16} rounds  failed  seconds  what")
         for name, tally in self.tallies.items():
             if tally.rounds:
-                self._say(
+                self._print(
                     f"{name:16} {tally.rounds:6}  {tally.failures:6}  {tally.seconds:7.0f}  {tally}"
                 )
         last = held_here()
-        self._say(
+        self._print(
             "of this process, first and last: "
             + ", ".join(f"{what} {self._first[what]} to {last[what]}" for what in last),
             f"{sum(tally.rounds for tally in self.tallies.values())} rounds, "
             f"{len(self.failed)} failures",
-            *(f"again: {item}" for item in self.failed),
+            *(f"again: {command}" for command in self.failed),
         )
         return 1 if self.failed else 0
 
@@ -253,7 +255,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"parts={unknown}: known are {', '.join(PARTS)}")
     seed = int(time.time()) if given.seed is None else given.seed
     soak = Soak({name: PARTS[name] for name in names}, ROOT / "build" / "soak")
-    for value in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C, so that the round is ended too
+    # As for Ctrl-C, so that the running round ends, too.
+    for value in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(value, signal.default_int_handler)
     try:
         soak.run(seed, given.minutes * 60, given.rounds)

@@ -1,14 +1,15 @@
-"""One round of chaos: three engines lease blocks to each other, and all that can happen happens.
+"""A round of chaos: three engines lease blocks to each other while they are killed and stopped.
 
     python -m tests.soak.chaos MACHINE SEED [STEPS]
 
-Each engine has a process. They pull and push with leases that are released, expire and whose cache
-is freed meanwhile; engines are finalized and begun again, stopped and killed. The seed says what is
-done, in which order; what overlaps is the machine's affair. At one third and at the end all is
-mended: then every engine must reach every other one, and what the processes hold is compared.
+Each engine has a process. Engines pull and push with leases that are released, expire, or lose
+their cache meanwhile; engines are finalized and started again, stopped and killed. The seed decides
+the actions and their order, but not which of them overlap. After one third of the steps, and at the
+end, all stopped engines resume and all jobs end. Then every engine must reach every other one, and
+the resources of the processes are compared.
 
-The last line says in JSON what was done. It exits with 1, and says what is wrong, if bytes were not
-those of the request, if a process died or raised what it should not, or has grown.
+The last line is the counts of all actions as JSON. The round prints the failure and exits with 1 if
+bytes of another request arrived, or if a process died, raised an unexpected error or has grown.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from random import Random
 from typing import Any
 
 from kvplan.control.auth import ClusterKey
-from tests.soak.chaos_process import EXPECTED, LONG_MS, MOST_ROWS, NUM_BLOCKS, Job
+from tests.soak.chaos_process import EXPECTED, LONG_MS, MAX_ROWS, NUM_BLOCKS, Job
 from tests.support.peer import Peer, RemoteError
 from tests.support.ucx_library import found as ucx_found
 from tests.support.ucx_library import hide
@@ -36,28 +37,32 @@ from tests.support.ucx_library import hide
 MACHINES = ("local", "tcp", "ucx", "ascend", "ascend-tcp")
 STEPS = 150
 RENEWAL_S = 60
-"""HCCL cannot be told to stop waiting for a peer, which an engine whose end came meanwhile has left
-to a thread (`links/renewals.py`): until it gives up, after 30 s, the device is in use."""
+"""HCCL cannot stop waiting for a peer.
+
+A finalized engine leaves that wait to a thread (`links/renewals.py`), so the device is in use until
+HCCL gives up after 30 s.
+"""
 CLUSTERS = (1, 2, 3)
-SURVIVOR = 1  # is not killed, so that what it holds can be compared
+SURVIVOR = 1  # never killed, so that its resources can be compared
 KINDS = ("pull", "pull", "rows", "wait", "cancel", "push", "push", "layers")
-ALLOWED = {"moved", "cancelled", *(item.name for item in EXPECTED)}
+ALLOWED = {"moved", "cancelled", *(status.name for status in EXPECTED)}
 GROWTH_KIB = 8 << 10
 SETTLED_S = 20
-# Of UCX 42 to 48 descriptors come and go; a leak of one for each release would be some 30.
+# With UCX 42 to 48 descriptors come and go; a leak of one per release would be about 30.
 GROWTH = {"descriptors": 8, "mappings": 40}
-MOST_THREADS = 4
-# As many as transfers of an engine were in flight at once: they end with it. 31 threads were most.
-CHANNELS, MOST_CHANNELS = ("kvn-acl", "kvsim-"), 16
+MAX_NEW_THREADS = 4
+# The bound is the number of transfers of an engine that were in flight at once; their threads end
+# with it. The largest number seen was 31.
+CHANNELS, MAX_NEW_CHANNELS = ("kvn-acl", "kvsim-"), 16
 
 
 class Wrong(Exception):  # noqa: N818 - what it says of kvplan
-    """What soak looks for."""
+    """A violation of what this round checks."""
 
 
 @dataclass
 class Leased:
-    """A lease that stands, and the job that was given with it."""
+    """A lease that has not ended, and the job that uses it."""
 
     owner: int
     number: int
@@ -70,8 +75,8 @@ class Chaos:
     """The engines of a round.
 
     Args:
-        machine: of `MACHINES`.
-        seed: of what is done.
+        machine: one of `MACHINES`.
+        seed: the seed of all random choices.
         folder: for files of the round.
     """
 
@@ -87,7 +92,7 @@ class Chaos:
         self._stopped: set[int] = set()
         self._leased: list[Leased] = []
         self._stamp = self._number = 0
-        self._surely: set[int] = set()  # stamps whose transfer has succeeded
+        self._confirmed: set[int] = set()  # stamps whose transfer has succeeded
         self.born: dict[int, int] = {}
         for cluster in CLUSTERS:
             self._launch(cluster)
@@ -104,7 +109,7 @@ class Chaos:
         elif self.machine == "ucx":
             options["kvplan.transport"] = "ucx"
             options["kvplan.ucx_settings"] = '{"UCX_TLS": "shm"}'
-        if self.random.random() < 0.5:  # those that are stopped keep their links
+        if self.random.random() < 0.5:  # so that stopped engines keep their links
             options["kvplan.heartbeat_timeout_ms"] = "60000"
         return options
 
@@ -112,9 +117,9 @@ class Chaos:
         kind = "ascend" if self.machine.startswith("ascend") else "host"
         self._peers[cluster] = Process(kind)
         self.born[cluster] = self._peers[cluster].pid
-        self._begin(cluster)
+        self._start(cluster)
 
-    def _begin(self, cluster: int) -> None:
+    def _start(self, cluster: int) -> None:
         self._addresses[cluster] = self.ask(
             cluster,
             "start",
@@ -125,11 +130,11 @@ class Chaos:
         )
 
     def ask(self, cluster: int, method: str, *arguments: Any) -> Any:
-        """Call a method of that process's `Home`."""
+        """Call a method of the process's `Home`."""
         return self._peers[cluster].run(f"result = home.{method}(*arguments)", arguments=arguments)
 
     def run(self, steps: int) -> dict[str, Any]:
-        """Do it; returns what the processes held at one third and at the end, by cluster."""
+        """Take the steps; return the resources at one third and at the end, by cluster."""
         for _ in range(steps // 3):
             self.step()
         self.mend()
@@ -141,31 +146,31 @@ class Chaos:
         while True:
             last = self._held()
             held = {
-                str(item): {"first": before, "last": last[item][1]}
-                for item, (pid, before) in first.items()
-                if last[item][0] == pid
+                str(cluster): {"first": before, "last": last[cluster][1]}
+                for cluster, (pid, before) in first.items()
+                if last[cluster][0] == pid
             }
             try:
                 check_growth(held)
-            except Wrong:  # connections that have just ended may hold descriptors for some moments
+            except Wrong:  # connections that have just ended may hold descriptors for a moment
                 if time.monotonic() > deadline:
                     raise
             else:
                 return held
 
     def step(self) -> None:
-        """Some leases, then some trouble, then the end of some leases."""
+        """Lease some blocks, cause some trouble, then end some leases."""
         running = [cluster for cluster in CLUSTERS if cluster not in self._stopped]
         for _ in range(self.random.choice([1, 2, 4])):
             if running and len(self._leased) < 8:
                 self._lease(self.random.choice(running))
-        for _ in range(self.random.choice([0, 1, 5, 20, 60])):  # some 0.1 ms each
+        for _ in range(self.random.choice([0, 1, 5, 20, 60])):  # about 0.1 ms each
             if running:
                 self._peers[running[0]].run("")
-        self._trouble()
-        for cluster in self.random.sample(self._leased, self.random.randint(0, len(self._leased))):
-            if cluster.owner not in self._stopped:
-                self._release(cluster)
+        self._cause_trouble()
+        for leased in self.random.sample(self._leased, self.random.randint(0, len(self._leased))):
+            if leased.owner not in self._stopped:
+                self._release(leased)
         if self.random.random() < 0.6:
             self._resume()
         for cluster in CLUSTERS:
@@ -173,17 +178,17 @@ class Chaos:
                 if self.random.random() < 0.3 and not self._stopped:
                     self.ask(cluster, "join")
                 self._take(cluster)
-                self._hear(self.ask(cluster, "check"))
+                self._raise_if(self.ask(cluster, "check"))
 
     def _lease(self, owner: int) -> None:
         user = self.random.choice([cluster for cluster in CLUSTERS if cluster != owner])
         kind = self.random.choice(KINDS)
-        count = self.random.randint(1, MOST_ROWS)
+        count = self.random.randint(1, MAX_ROWS)
         ttl_ms = self.random.choice([None, None, None, 0.3, 3.0, 1000.0])
         timeout_ms = self.random.choice([50, 2000, 20_000])
         rows = tuple(self.random.sample(range(NUM_BLOCKS), count))
         mover = self.random.randrange(2)
-        if 4 * len([item for item in self._leased if item.owner == owner]) >= NUM_BLOCKS:
+        if 4 * len([leased for leased in self._leased if leased.owner == owner]) >= NUM_BLOCKS:
             return
         self._number, self._stamp = self._number + 1, self._stamp % 16_000 + 2
         lease = self.ask(owner, "lease", self._number, count, self._stamp, ttl_ms)
@@ -191,13 +196,13 @@ class Chaos:
         moved = self._stamp + pushes
         job = Job(kind, lease, moved, rows, owner, self._addresses[owner], timeout_ms)
         self._leased.append(Leased(owner, self._number, user, moved if pushes else None, kind))
-        self._surely.discard(moved)
+        self._confirmed.discard(moved)
         if user in self._stopped:
             self._resume(user)
         self.ask(user, "do", mover, job)
 
-    def _trouble(self) -> None:
-        """Often none."""
+    def _cause_trouble(self) -> None:
+        """Stop, kill, finalize, recycle or link an engine, each with some probability."""
         cluster, what = self.random.choice(CLUSTERS), self.random.random()
         if cluster in self._stopped:
             return
@@ -213,13 +218,13 @@ class Chaos:
             self._launch(cluster)
             self.counts["killed"] += 1
         elif what < 0.20:
-            self._patiently(lambda: self.ask(cluster, "end"))
+            self._retry_while_stopped(lambda: self.ask(cluster, "end"))
             self._take(cluster)
             self._forget(cluster)
-            self._begin(cluster)
+            self._start(cluster)
             self.counts["finalized"] += 1
         elif what < 0.28:
-            self._patiently(lambda: self.ask(cluster, "recycle"))
+            self._retry_while_stopped(lambda: self.ask(cluster, "recycle"))
             self._forget(cluster)
             self.counts["freed"] += 1
         elif what < 0.32:
@@ -230,7 +235,7 @@ class Chaos:
 
     @contextmanager
     def _refusable(self) -> Iterator[None]:
-        """A call that a stopped peer, or one that links at the same time, may make fail."""
+        """Count a link that fails because the peer is stopped or links at the same time."""
         try:
             yield
         except RemoteError as error:
@@ -238,8 +243,8 @@ class Chaos:
                 raise
             self.counts["link refused"] += 1
 
-    def _patiently(self, call: Callable[[], Any]) -> Any:
-        """What waits for peers that write may time out while one is stopped."""
+    def _retry_while_stopped(self, call: Callable[[], Any]) -> Any:
+        """Repeat a call that times out while a stopped peer still writes."""
         while True:
             try:
                 return call()
@@ -252,24 +257,24 @@ class Chaos:
                 self._resume()
 
     def _forget(self, cluster: int) -> None:
-        """Its leases have gone with its cache."""
-        self._leased = [item for item in self._leased if item.owner != cluster]
+        """Forget the leases of a cache that no longer exists."""
+        self._leased = [leased for leased in self._leased if leased.owner != cluster]
 
     def _release(self, leased: Leased) -> None:
         self._take_all()
-        surely = leased.pushed is not None and leased.pushed in self._surely
-        self._hear(
-            self._patiently(
-                lambda: self.ask(leased.owner, "release", leased.number, leased.pushed, surely)
+        confirmed = leased.pushed is not None and leased.pushed in self._confirmed
+        self._raise_if(
+            self._retry_while_stopped(
+                lambda: self.ask(leased.owner, "release", leased.number, leased.pushed, confirmed)
             )
         )
         self._leased.remove(leased)
         self.counts["released"] += 1
 
     def _resume(self, cluster: int | None = None) -> None:
-        for item in [cluster] if cluster else [*self._stopped]:
-            self._peers[item].resume()
-            self._stopped.discard(item)
+        for other in [cluster] if cluster else [*self._stopped]:
+            self._peers[other].resume()
+            self._stopped.discard(other)
 
     def _take_all(self) -> None:
         for cluster in CLUSTERS:
@@ -277,10 +282,10 @@ class Chaos:
                 self._take(cluster)
 
     def _take(self, cluster: int) -> None:
-        """Count what has come of the jobs of that process."""
+        """Count the outcomes of the process's jobs."""
         for stamp, kind, outcome in self.ask(cluster, "take"):
             if outcome == "moved":
-                self._surely.add(stamp)
+                self._confirmed.add(stamp)
             refused = outcome.startswith("link: ")
             if outcome not in ALLOWED and not refused:
                 raise Wrong(
@@ -288,12 +293,12 @@ class Chaos:
                 )
             self.counts[f"{kind} moved" if outcome == "moved" else outcome] += 1
 
-    def _hear(self, wrong: str) -> None:
+    def _raise_if(self, wrong: str) -> None:
         if wrong:
             raise Wrong(wrong)
 
     def mend(self) -> None:
-        """Let all go on and end; then each engine must reach each other one."""
+        """Resume all engines and end their jobs; then each engine must reach each other one."""
         self._resume()
         for cluster in CLUSTERS:
             self.ask(cluster, "join")
@@ -301,7 +306,7 @@ class Chaos:
         for lease in [*self._leased]:
             self._release(lease)
         for cluster in CLUSTERS:
-            self._hear(self.ask(cluster, "check"))
+            self._raise_if(self.ask(cluster, "check"))
             self.ask(cluster, "forget")
         for user, owner in permutations(CLUSTERS, 2):
             self._must_move(user, owner)
@@ -318,17 +323,17 @@ class Chaos:
             if outcome != "moved":
                 raise Wrong(f"after all was mended, {kind} from {user} to {owner}: {outcome}")
             pushed = stamp if kind == "push" else None
-            self._hear(self.ask(owner, "release", self._number, pushed, kind == "push"))
+            self._raise_if(self.ask(owner, "release", self._number, pushed, kind == "push"))
 
     def _held(self) -> dict[int, tuple[int, dict[str, Any]]]:
-        """What each process holds."""
+        """Return the resources of each process."""
         return {
             cluster: (self.born[cluster], dict(self._peers[cluster].run("result = held()")))
             for cluster in CLUSTERS
         }
 
     def finish(self) -> None:
-        """End all in order; nothing may be left."""
+        """End all engines and processes in order, and check that the devices are empty."""
         for cluster in CLUSTERS:
             self.ask(cluster, "end")
         until = time.monotonic() + RENEWAL_S
@@ -353,8 +358,8 @@ class Process(Peer):
 
 
 def check_growth(held: dict[str, Any]) -> None:
-    """Raises `Wrong` if a process has more than at first, and more than comes and goes."""
-    if "KVPLAN_SANITIZE" in os.environ:  # whose own memory grows
+    """Raise `Wrong` if a process holds more than at first, beyond the usual variation."""
+    if "KVPLAN_SANITIZE" in os.environ:  # the sanitizer's own memory grows
         return
     for cluster, text in held.items():
         first, last = text["first"], text["last"]
@@ -362,15 +367,16 @@ def check_growth(held: dict[str, Any]) -> None:
             if last[what] > first[what] + most:
                 raise Wrong(f"{what} of cluster {cluster} grew from {first[what]} to {last[what]}")
         new = Counter(last["threads"]) - Counter(first["threads"])
-        many = sum(1 for element in new.elements() if not element.startswith(CHANNELS))
-        if many > MOST_THREADS or new.total() > MOST_CHANNELS:
+        new_threads = sum(1 for element in new.elements() if not element.startswith(CHANNELS))
+        if new_threads > MAX_NEW_THREADS or new.total() > MAX_NEW_CHANNELS:
             raise Wrong(f"cluster {cluster} has new threads: {dict(new)}")
         if last["kib"] > first["kib"] + GROWTH_KIB:
             raise Wrong(
                 f"memory of cluster {cluster} grew from {first['kib']} to {last['kib']} KiB"
             )
         open_first, open_last = (
-            [item for item in held["registrations"] if item != "closed>"] for held in (first, last)
+            [entry for entry in held["registrations"] if entry != "closed>"]
+            for held in (first, last)
         )
         if len(open_last) > len(open_first):
             raise Wrong(f"registrations of cluster {cluster}: {last['registrations']}")
@@ -378,11 +384,12 @@ def check_growth(held: dict[str, Any]) -> None:
 
 @contextmanager
 def surroundings(machine: str, folder: Path) -> Iterator[None]:
-    """The libraries of the machine, found by the processes of the round, and by no other."""
+    """Provide the libraries of the machine to the processes of the round only."""
     os.environ["KVPLAN_ASCEND_LIBRARY"] = os.environ["KVPLAN_CUDA_LIBRARY"] = ""
     os.environ["KVPLAN_TUNING"] = "builtin"
     os.environ["XDG_RUNTIME_DIR"] = str(folder)
-    # What the threads of the tests had of it is given back at once: what grows then is kvplan's.
+    # Memory that threads of the tests have freed is returned at once, so that only growth of kvplan
+    # is seen.
     os.environ.update({"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"})
     hide()
     with ExitStack() as stack:
@@ -397,7 +404,7 @@ def surroundings(machine: str, folder: Path) -> Iterator[None]:
 
 
 def one_round(machine: str, seed: int, steps: int) -> dict[str, Any]:
-    """Raises `Wrong`, or what a process died of; returns what was done."""
+    """Run a round, and return its counts; raise `Wrong` or the error of a process."""
     with tempfile.TemporaryDirectory(prefix="kvplan-soak-") as name:
         folder = Path(name)
         with surroundings(machine, folder):

@@ -1,8 +1,8 @@
-"""What a process of `chaos` has: an engine that leases its blocks, and threads that move others'.
+"""A process of `chaos`: an engine that leases its blocks, and threads that transfer other blocks.
 
-The oracle is bytes. A word of a block says whose it is: the request (a stamp), the tensor, the
-place among the request's blocks, and the place in the block. So bytes of another request, another
-block or another place are seen.
+The oracle is bytes. Each word of a block identifies the request (by a stamp), the tensor, the
+position among the request's blocks, and the position in the block. So bytes of another request,
+block or position are detected.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from kvplan import (
 from tests.faults.footprint import footprint
 
 Words = NDArray[np.uint32]
-NUM_TENSORS, NUM_BLOCKS, MOST_ROWS = 4, 12, 4
+NUM_TENSORS, NUM_BLOCKS, MAX_ROWS = 4, 12, 4
 PAIRS = KvCacheExtParam(tensor_num_per_layer=2)
-FREED = 1 << 15  # stamps from here on are in blocks that no request has
+FREED = 1 << 15  # larger stamps are those of blocks that belong to no request
 LONG_MS = 60_000
-# How transfers may end that meet the end of their lease, their link, a process or an engine.
+# The statuses of transfers that meet the end of their lease, link, process or engine.
 EXPECTED = (
     LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
     LLMStatusCode.LLM_LINK_FAILED,
@@ -58,12 +58,12 @@ class Job:
     """A transfer with a lease.
 
     Attributes:
-        kind: "pull", "rows" (a pull that names blocks of the lease), "wait" (one that is waited
-            for), "cancel" (one that is cancelled), "push" or "layers".
-        lease: as bytes.
-        stamp: of the blocks of the lease, or of what is pushed to them.
-        rows: blocks of the mover's own, one for each of the lease.
-        owner, address: of the lease.
+        kind: "pull", "rows" (a pull that names blocks of the lease), "wait" (a submission that is
+            awaited), "cancel" (a submission that is cancelled), "push" or "layers".
+        lease: the lease as bytes.
+        stamp: of the blocks of the lease, or of the bytes that are pushed to them.
+        rows: blocks of the mover's own cache, one for each block of the lease.
+        owner, address: the cluster that owns the lease, and its address.
         timeout_ms: of the transfer.
     """
 
@@ -77,7 +77,7 @@ class Job:
 
 
 def words(like: Words, stamp: int, tensor: int, position: int) -> Words:
-    """What a block of this shape holds."""
+    """Return the content of a block of this shape."""
     ramp = np.arange(like.size, dtype=np.uint32) * np.uint32(2654435761)
     return ramp + np.uint32(stamp * 65536 % 2**32 + tensor * 256 + position)
 
@@ -88,8 +88,8 @@ def write(arrays: list[Words], blocks: tuple[int, ...], stamp: int) -> None:
             array[block] = words(array[block], stamp, tensor, position)
 
 
-def strange(arrays: list[Words], blocks: tuple[int, ...], stamps: tuple[int, ...]) -> str:
-    """Where a word is of none of these stamps; "" if nowhere."""
+def find_mismatch(arrays: list[Words], blocks: tuple[int, ...], stamps: tuple[int, ...]) -> str:
+    """Describe the first word that has none of these stamps; "" if all words have one."""
     for tensor, array in enumerate(arrays):
         for position, block in enumerate(blocks):
             found = array[block]
@@ -107,7 +107,7 @@ def strange(arrays: list[Words], blocks: tuple[int, ...], stamps: tuple[int, ...
 
 
 class Mover(threading.Thread):
-    """Makes one transfer after another into and out of caches of its own."""
+    """A thread that runs one transfer after another, into and out of caches of its own."""
 
     def __init__(self, home: Home) -> None:
         super().__init__(daemon=True)
@@ -117,21 +117,21 @@ class Mover(threading.Thread):
         self._pulled, self._pushed = (
             self._engine.arrays(value) for value in (self._target, self._source)
         )
-        self._left = [item.copy() for item in self._pulled]
+        self._left = [array.copy() for array in self._pulled]
         self.start()
 
     def run(self) -> None:
         while (job := self.jobs.get()) is not None:
             try:
-                outcome = self._tried(job)
+                outcome = self._try(job)
             except BaseException:
                 outcome = f"CRASH: {traceback.format_exc()}"
             self._home.outcomes.append((job.stamp, job.kind, outcome))
             self.jobs.task_done()
         self.jobs.task_done()
 
-    def _tried(self, job: Job) -> str:
-        """What came of it: "moved", the name of the status, or WRONG and what is."""
+    def _try(self, job: Job) -> str:
+        """Run a job; return "moved", "cancelled", the name of a status, or "WRONG: reason"."""
         if any((now != was).any() for now, was in zip(self._pulled, self._left, strict=True)):
             return "WRONG: the target has changed since the last transfer had ended"
         for attempt in (1, 2):
@@ -150,7 +150,7 @@ class Mover(threading.Thread):
             else:
                 return self._verdict(job)
             finally:
-                self._left = [item.copy() for item in self._pulled]
+                self._left = [array.copy() for array in self._pulled]
         raise AssertionError
 
     def _move(self, job: Job, lease: BlockLease) -> None:
@@ -169,10 +169,10 @@ class Mover(threading.Thread):
                 layered.cancel()
             return
         write(self._pulled, job.rows, 0)
-        self._left = [item.copy() for item in self._pulled]
+        self._left = [array.copy() for array in self._pulled]
         if job.kind == "pull":
             engine.pull_blocks(lease, target, None, rows, timeout_ms=job.timeout_ms)
-        elif job.kind == "rows":  # small ones take the short way, which has no timeout
+        elif job.kind == "rows":  # small transfers are copied inline, without a timeout
             engine.pull_blocks(lease, target, list(lease.blocks), rows)
         else:
             task = engine.submit(Transfer(Rows(lease), Rows(target, rows)))
@@ -181,32 +181,33 @@ class Mover(threading.Thread):
             task.wait(job.timeout_ms)
 
     def _verdict(self, job: Job) -> str:
-        """Whether it has moved what it says that it has."""
+        """Return "moved" if exactly the blocks of the job have changed, else "WRONG: reason"."""
         if job.kind in ("push", "layers"):
             return "moved"
         others = [index for index in range(NUM_BLOCKS) if index not in job.rows]
         for now, was in zip(self._pulled, self._left, strict=True):
             if (now[others] != was[others]).any():
                 return "WRONG: a pull has written to blocks that are not its own"
-        if found := strange(self._pulled, job.rows, (job.stamp,)):
+        if found := find_mismatch(self._pulled, job.rows, (job.stamp,)):
             return f"WRONG: pulled {found}"
         return "moved"
 
 
 class Home:
-    """The engine of this process, its blocks, and its movers; between `start` and `end`."""
+    """The engine of this process between `start` and `end`, with its blocks and movers."""
 
     def __init__(self, kind: type[LlmDataDist], own: Any) -> None:
         self._kind, self._own = kind, own
         self.outcomes: list[tuple[int, str, str]] = []
         self._linking = threading.Lock()
         self._last = 0
-        self._graves: list[tuple[list[Words], list[Words]]] = []  # memory of the program's own
+        # Unregistered memory and its last content.
+        self._unregistered: list[tuple[list[Words], list[Words]]] = []
 
     def start(
         self, cluster_id: int, options: dict[str, str], block_words: int, registered: bool
     ) -> str:
-        """Begin with a new engine; returns where it listens."""
+        """Start a new engine; return its address."""
         self.desc = CacheDesc(NUM_TENSORS, (NUM_BLOCKS, block_words), DataType.DT_UINT32)
         self.registered, self.cluster_id = registered, cluster_id
         self.engine = self._kind(cluster_id, LlmRole.MIX)
@@ -217,7 +218,7 @@ class Home:
         return self.engine.listen_address
 
     def end(self) -> None:
-        """Finalize the engine, under whatever is going on."""
+        """Finalize the engine while transfers are in flight."""
         self.engine.finalize()
         for mover in self.movers:
             mover.jobs.put(None)
@@ -246,11 +247,11 @@ class Home:
             write(self.arrays, (block,), self.free[block])
 
     def recycle(self) -> None:
-        """Free the cache with whatever is being moved, and offer another one."""
+        """Free the cache while transfers are in flight, and offer another one."""
         if self.registered:
             self.engine.unregister_cache(self.cache.cache_id)
-            self._graves = [
-                *self._graves[-1:],
+            self._unregistered = [
+                *self._unregistered[-1:],
                 (self.arrays, [array.copy() for array in self.arrays]),
             ]
         else:
@@ -259,13 +260,13 @@ class Home:
 
     def link(self, cluster_id: int, address: str, timeout_ms: int = 5000) -> None:
         with self._linking:
-            if any(notification.cluster_id == cluster_id for notification in self.engine.links()):
+            if any(link.cluster_id == cluster_id for link in self.engine.links()):
                 self.engine.unlink_clusters([cluster_id], timeout_ms, force=True)
             cluster = ClusterInfo(cluster_id, address)
             self.engine.link_clusters([cluster], timeout_ms).raise_for_status()
 
     def lease(self, number: int, count: int, stamp: int, ttl_ms: float | None) -> bytes:
-        """Give some blocks to a request, whose number is `stamp`."""
+        """Lease free blocks to a request, whose number is `stamp`."""
         blocks = tuple(sorted(self.free, key=lambda value: self.free[value])[:count])
         write(self.arrays, blocks, stamp)
         for block in blocks:
@@ -274,38 +275,38 @@ class Home:
         self.live[number] = (lease, stamp)
         return lease.to_bytes()
 
-    def release(self, number: int, pushed: int | None, surely: bool) -> str:
-        """End it, and give its blocks to none; returns what is wrong in them.
+    def release(self, number: int, pushed: int | None, confirmed: bool) -> str:
+        """End a lease and return its blocks to the free ones; return what is wrong in them.
 
         Args:
-            number: of the lease; it may have gone with its cache.
+            number: of the lease. It is unknown if its cache has been freed.
             pushed: the stamp that a peer may have pushed.
-            surely: whether that has succeeded.
+            confirmed: True if that push has succeeded.
         """
         if number not in self.live:
             return ""
         lease, stamp = self.live[number]
-        wrong = surely and strange(self.arrays, lease.blocks, (pushed or 0,))
-        self.engine.release(lease)  # it may raise LLM_TIMEOUT: then it is called again
+        wrong = confirmed and find_mismatch(self.arrays, lease.blocks, (pushed or 0,))
+        self.engine.release(lease)  # after LLM_TIMEOUT, the caller calls `release` again
         del self.live[number]
         stamps = (stamp,) if pushed is None else (stamp, pushed)
-        wrong = wrong or strange(self.arrays, lease.blocks, stamps)
+        wrong = wrong or find_mismatch(self.arrays, lease.blocks, stamps)
         self._fill_free(lease.blocks)
-        return wrong and f"WRONG: {'surely ' * surely}pushed to {lease}: {wrong}"
+        return wrong and f"WRONG: {'surely ' * confirmed}pushed to {lease}: {wrong}"
 
     def check(self) -> str:
-        """Whether nobody has written to what no request has."""
+        """Return an error if free blocks or unregistered memory have changed, else ""."""
         for block, stamp in self.free.items():
-            if found := strange(self.arrays, (block,), (stamp,)):
+            if found := find_mismatch(self.arrays, (block,), (stamp,)):
                 return f"WRONG: written to a free block: {found}"
-        for arrays, were in self._graves:
+        for arrays, were in self._unregistered:
             if any((array != was).any() for array, was in zip(arrays, were, strict=True)):
                 return "WRONG: written to memory that was unregistered"
         return ""
 
     def forget(self) -> None:
-        """Let go of memory that was unregistered."""
-        self._graves.clear()
+        """Drop memory that was unregistered."""
+        self._unregistered.clear()
 
     def do(self, mover: int, job: Job) -> None:
         self.movers[mover].jobs.put(job)
@@ -322,9 +323,13 @@ class Home:
 
 
 def held() -> dict[str, Any]:
-    """What this process holds; of its memory what is not shared, since peers' is mapped at will."""
+    """Return the resources of this process.
+
+    Of its memory only private pages count: peers map shared ones at any time.
+    """
     found = dict(footprint())
-    # The simulator keeps what a test has looked at: arrays may outlive the memory of a device.
+    # The simulator keeps memory that a test has looked at, because arrays may outlive the memory of
+    # a device.
     found["mappings"] -= Path("/proc/self/maps").read_text().count("/memfd:kvsim-device")
     status = Path("/proc/self/status").read_text()
     found["kib"] = int(status.partition("RssAnon:")[2].split()[0])
@@ -335,7 +340,7 @@ def held() -> dict[str, Any]:
 
 
 def names(machine: str) -> dict[str, Any]:
-    """Of a peer on "host" or "ascend"."""
+    """Return the names of a peer on "host" or "ascend"."""
     if machine != "ascend":
 
         def plain(_: int, desc: CacheDesc) -> tuple[list[Words], list[Any]]:

@@ -1,11 +1,12 @@
-"""Feeds changed documents to a parser of kvplan: messages of peers, plans, recordings.
+"""Parsers of kvplan are fed with changed documents: messages of peers, plans, recordings.
 
     python -m tests.soak.parsers messages|plans|recordings SEED SECONDS
 
-Each is refused with the error that its parser documents, or read; what is read must make sense: a
-message is written and read back as the same; a plan too, and native code does with it what the
-reference does, inside of its sides; of a recording every question is answered. The last line says
-in JSON how many came to what. After anything else it prints the input, and exits with 1.
+Each document is either refused, with the error that its parser documents, or read. Messages and
+plans that were read are written and read back as the same value. Native code executes plans that
+were read like the reference does. For recordings, every question is answered. The last line is the
+counts of all outcomes as JSON. After an unexpected error, the input is printed and the exit status
+is 1.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from tests.control.test_messages import BODIES
 from tests.planning.test_schema_unlike import LAYERS, RESHARD
 from tests.recording.operations import record, recorder
 
-MOST_NBYTES = 1 << 22  # of both sides of plans that are executed
-MOST_TENSORS = 1 << 12
+MAX_NBYTES = 1 << 22  # both sides together, of plans that are executed
+MAX_TENSORS = 1 << 12
 STRANGE: list[Any] = [
     *(0, 1, -1, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 10**30),
     *(0.5, float("inf"), float("nan"), True, False, None, "", "x" * 300, "\x1b[2J", b"", b"\xff"),
@@ -55,17 +56,17 @@ STRANGE: list[Any] = [
 
 
 class Parser(Protocol):
-    """One of kvplan's, and what it is fed with."""
+    """A parser of kvplan, and the source of its inputs."""
 
     def make(self, random: Random) -> Any:
-        """An input."""
+        """Return an input."""
 
     def check(self, given: Any) -> str:
-        """What came of it, in a word or two; raises what is not as documented."""
+        """Return the outcome in a word or two; raise an error that is not documented."""
 
 
 def changed_value(value: Any, random: Random) -> Any:
-    """A document with one or a few places of it changed, in the ways that fool parsers."""
+    """Return a document with one or a few places changed in ways that parsers often miss."""
     value = copy.deepcopy(value)
     for _ in range(random.choice([1, 1, 1, 2, 5])):
         place = value
@@ -95,31 +96,31 @@ def changed_value(value: Any, random: Random) -> Any:
 
 
 def changed_bytes(data: bytes, others: list[bytes], random: Random) -> bytes:
-    """The same of what has no structure: bits, cuts, repeats, the end of another one."""
-    item = bytearray(data)
+    """Return bytes with changed bits, cuts, repeats, or the end of other bytes."""
+    changed = bytearray(data)
     for _ in range(random.choice([1, 1, 2, 4, 16])):
-        at = random.randrange(len(item) + 1)
+        at = random.randrange(len(changed) + 1)
         chance = random.random()
-        if chance < 0.5 and at < len(item):
-            item[at] = random.choice(
-                [item[at] ^ 1 << random.randrange(8), 0, 0x7F, 0x80, 0xC1, 0xFF]
+        if chance < 0.5 and at < len(changed):
+            changed[at] = random.choice(
+                [changed[at] ^ 1 << random.randrange(8), 0, 0x7F, 0x80, 0xC1, 0xFF]
             )
         elif chance < 0.6:
-            del item[at : at + random.randint(1, 8)]
+            del changed[at : at + random.randint(1, 8)]
         elif chance < 0.7:
-            item[at:at] = random.randbytes(random.randint(1, 8))
+            changed[at:at] = random.randbytes(random.randint(1, 8))
         elif chance < 0.8:
-            item[at:at] = item[at : at + random.randint(1, 64)]
+            changed[at:at] = changed[at : at + random.randint(1, 64)]
         elif chance < 0.9:
             other = random.choice(others)
-            item[at:] = other[random.randrange(len(other) + 1) :]
+            changed[at:] = other[random.randrange(len(other) + 1) :]
         else:
-            del item[at:]
-    return bytes(item)
+            del changed[at:]
+    return bytes(changed)
 
 
 def packed(value: Any, otherwise: bytes) -> bytes:
-    """As MessagePack; it has no integer of more than 64 bits."""
+    """Return a value as MessagePack, or `otherwise` if an integer has more than 64 bits."""
     try:
         return msgspec.msgpack.encode(value)
     except OverflowError:
@@ -151,13 +152,13 @@ class Messages:
 
 
 def must_be_invalid(error: LLMException) -> None:
-    """What parsers refuse, they refuse with this status."""
+    """Raise an error again unless its status is that of invalid input."""
     if error.status_code is not LLMStatusCode.LLM_PARAM_INVALID:
         raise error
 
 
 def plans() -> list[Plan]:
-    """One of each kind, with and without layouts and repeats."""
+    """Return a plan of each kind, with and without layouts and repeats."""
     slots = CacheDesc(4, (4, 64), DataType.DT_INT32)
     blocks = CacheDesc(4, (8, 16), DataType.DT_INT32)
     return [
@@ -174,15 +175,15 @@ def plans() -> list[Plan]:
     ]
 
 
-def executed(plan: Plan) -> str:
-    """Check that native code does with the plan what the reference does."""
+def check_execution(plan: Plan) -> str:
+    """Check that native code and the reference move the same bytes."""
     if len(plan.parts) > 1:
         return "read, and of several parts"
     part = plan.part
     sizes = [side.num_tensors * side.tensor_nbytes for side in (part.src, part.dst)]
-    if sum(sizes) > MOST_NBYTES or plan.num_descriptors > 10_000:
+    if sum(sizes) > MAX_NBYTES or plan.num_descriptors > 10_000:
         return "read, and too large to execute"
-    if part.src.num_tensors + part.dst.num_tensors > MOST_TENSORS:
+    if part.src.num_tensors + part.dst.num_tensors > MAX_TENSORS:
         return "read, and of too many tensors to execute"
     random = np.random.default_rng(1)
     src = [
@@ -200,7 +201,7 @@ def executed(plan: Plan) -> str:
 
 
 class Plans:
-    """Documents, as `Plan.from_dict` is given them."""
+    """Documents for `Plan.from_dict`."""
 
     def __init__(self, _: Path) -> None:
         self._documents = [plan.to_dict() for plan in plans()]
@@ -216,11 +217,11 @@ class Plans:
             return "refused"
         assert Plan.from_dict(plan.to_dict()) == plan
         assert plan.explain()
-        return executed(plan)
+        return check_execution(plan)
 
 
 class Recordings:
-    """Files, as `kvplan trace` is given them."""
+    """Files for `kvplan trace`."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "changed.kvrec"
@@ -260,8 +261,8 @@ class Recordings:
                 outcome = "read, with damaged plans"
                 continue
             if plan is not None:
-                executed(plan)
-        for ask in (lambda: who_wrote(recording, 1, 3), lambda: asked(recording)):
+                check_execution(plan)
+        for ask in (lambda: who_wrote(recording, 1, 3), lambda: check_trace(recording)):
             try:
                 ask()
             except LLMException as error:
@@ -269,13 +270,13 @@ class Recordings:
         return outcome
 
 
-def asked(recording: Any) -> None:
-    """Check that the trace made of it is JSON."""
+def check_trace(recording: Any) -> None:
+    """Check that the trace of a recording is JSON."""
     json.dumps(trace_of([(recording, recording.rows)]), allow_nan=False)
 
 
 def rows_in(data: bytes) -> list[bytes]:
-    """The rows of a file, as MessagePack."""
+    """Return the rows of a file as MessagePack."""
     rows, at = [], len(MAGIC)
     while at < len(data):
         (length,) = LENGTH.unpack_from(data, at)
@@ -297,7 +298,7 @@ PARSERS: dict[str, type[Messages] | type[Plans] | type[Recordings]] = {
 
 
 def run(name: str, seed: int, seconds: float) -> Counter[str]:
-    """Try as many as the time allows; an input's number and the seed make it again."""
+    """Parse inputs until the time is over. The seed and the number of an input determine it."""
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="kvplan-soak-") as folder:
         parser: Parser = PARSERS[name](Path(folder))

@@ -2,14 +2,16 @@
 
     python -m tests.soak.requests SEED [REQUESTS]
 
-Two engines of each kind have a process each; `requests_process.py` says what they do of vLLM. Some
-requests are aborted; some have parameters that were used, that are of another prompt or of a killed
-process, or that are made up; some are pushed while they are computed, and preempted or given up
-meanwhile. Engines are killed with requests in flight. The seed says what is done, in which order.
+Two engines of each kind have a process each; `requests_process.py` describes which parts of vLLM
+they stand for. Some requests are aborted. Some have parameters that were used before, that belong
+to another prompt or to a killed process, or that are invented. Some are pushed while they are
+computed, and preempted or abandoned meanwhile. Engines are killed with requests in flight. The seed
+decides the actions and their order.
 
-It exits with 1 if an engine generates from the cache of other tokens, computes again what had not
-failed, writes to a block that it has given back, waits for one that was killed until a timeout, or
-holds a block or a lease when all leases have expired. The last line says in JSON what was done.
+The round exits with 1 if an engine generates from the cache of other tokens, recomputes blocks that
+had not failed, or writes to a block after freeing it. It also fails if an engine waits for a killed
+peer until a timeout, or still holds a block or a lease when all leases have expired. The last line
+is the counts as JSON.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ from tests.support.peer import Peer
 
 REQUESTS = 1000
 BLOCKS = {"Prefilling": 400, "Decoding": 240}
-MAX_BLOCKS = 60  # of a prompt
+MAX_BLOCKS = 60  # per prompt
 MAX_IN_FLIGHT = 8
 TTL_MS = 2000.0
 STALL_S = 15.0
-"""A request that waited for a timeout took longer: they are 30 s and more."""
+"""Duration that a request reaches only if a timeout ended it.
+
+Timeouts are 30 s and more.
+"""
 DEADLINE_S = 60.0
-OLD = 40  # parameters that are kept, to be used again
+OLD = 40  # number of parameters that are kept for a second use
 
 
 class Process(Peer):
@@ -43,21 +48,21 @@ class Process(Peer):
 
 
 @dataclass
-class Given:
-    """A request of which the decoding engine has not reported the end."""
+class PendingRequest:
+    """A request whose end the decoding engine has not reported yet."""
 
     decode: int
     prefill: int
     since: float
-    started_s: float  # of `Round.started_s`, at that time
+    started_s: float  # `Round.started_s` when the request began
     killed: float = 0.0  # when its producer was killed
 
 
 class Round:
-    """The engines, and what has become of the requests.
+    """The engines, and the outcomes of the requests.
 
     Args:
-        seed: of what is done.
+        seed: the seed of all random choices.
         held: closes the processes.
     """
 
@@ -65,16 +70,17 @@ class Round:
         self.random = Random(seed)
         self.transport = self.random.choice(["tcp", "local"])
         self.counts: Counter[str] = Counter()
-        self.given: dict[str, Given] = {}
+        self.pending: dict[str, PendingRequest] = {}
         self.slowest_s = self.after_kill_s = self.held_s = 0.0
-        self.started_s = 0.0  # which processes took to start: no engine makes a step meanwhile
+        self.started_s = 0.0  # spent on starting processes, during which no engine makes a step
         self._held = held
         self._number = 0
         self._old: list[tuple[list[int], dict[str, Any]]] = []
         self._listen = ["127.0.0.1:0"] * 2
-        self._known: list[dict[str, Any]] = [{}, {}]  # what a transfer says of a producer
-        self._prefill = [self._started("Prefilling", index) for index in range(2)]
-        self._decode = [self._started("Decoding", index) for index in range(2)]
+        # The fields of each producer in the parameters of a transfer.
+        self._known: list[dict[str, Any]] = [{}, {}]
+        self._prefill = [self._start("Prefilling", index) for index in range(2)]
+        self._decode = [self._start("Decoding", index) for index in range(2)]
         self._actions: list[tuple[int, Callable[[int, int], None]]] = [
             (44, self._fetched),
             (10, self._used_again),
@@ -87,7 +93,7 @@ class Round:
             (1, self._decode_killed),
         ]
 
-    def _started(self, kind: str, number: int) -> Process:
+    def _start(self, kind: str, number: int) -> Process:
         self._number += 1
         began = time.monotonic()
         peer = Process()
@@ -106,7 +112,7 @@ class Round:
             blocks=BLOCKS[kind],
             options=options,
         )
-        if kind == "Prefilling":  # one that comes after it has the same address
+        if kind == "Prefilling":  # the next producer of this number gets the same address
             self._listen[number] = peer.run("result = engine.address")
             params = peer.run("result = engine.prefill('first', [1] * 32)")["kvplan"]
             wanted = ("protocol", "instance", "sources")
@@ -115,14 +121,14 @@ class Round:
         return peer
 
     def run(self, requests: int) -> None:
-        """Make the requests; raises what is wrong."""
+        """Make the requests, and wait for their end; raise `Wrong` on a violation."""
         weights, actions = zip(*self._actions, strict=True)
         for number in range(requests):
             (action,) = self.random.choices(actions, weights)
             action(self.random.randrange(2), self.random.randrange(2))
-            while len(self.given) > MAX_IN_FLIGHT or (number % 3 == 0 and self._poll()):
+            while len(self.pending) > MAX_IN_FLIGHT or (number % 3 == 0 and self._poll()):
                 self._poll()
-        self._until(lambda: not self.given, "requests have no result")
+        self._until(lambda: not self.pending, "requests have no result")
         began = time.monotonic()
         self._until(lambda: not self._blocks(), "blocks are held")
         self._until(lambda: not self._leases(), "leases are held")
@@ -132,44 +138,44 @@ class Round:
         end = time.monotonic() + DEADLINE_S
         while not holds():
             if time.monotonic() > end:
-                raise Wrong(f"{otherwise} after {DEADLINE_S:g} s: {self.given} {self._blocks()}")
+                raise Wrong(f"{otherwise} after {DEADLINE_S:g} s: {self.pending} {self._blocks()}")
             self._poll()
 
     def _blocks(self) -> int:
-        mine = [ask(item, "poll") for item in self._prefill]
+        mine = [ask(peer, "poll") for peer in self._prefill]
         return sum(mine) + sum(
-            BLOCKS["Decoding"] - int(item.run("result = len(engine.free)")) for item in self._decode
+            BLOCKS["Decoding"] - int(peer.run("result = len(engine.free)")) for peer in self._decode
         )
 
     def _leases(self) -> int:
-        return sum(ask(value, "leases") for value in (*self._prefill, *self._decode))
+        return sum(ask(peer, "leases") for peer in (*self._prefill, *self._decode))
 
     def _poll(self) -> bool:
-        """Let all engines make a step; returns whether a request has ended."""
-        for item in self._prefill:
-            if not item.dead:
-                ask(item, "poll")
+        """Let all engines make a step; return True if a request has ended."""
+        for peer in self._prefill:
+            if not peer.dead:
+                ask(peer, "poll")
         ended = [item for peer in self._decode for item in ask(peer, "poll")]
         for name, how, when in ended:
-            given = self.given.pop(name)
+            pending = self.pending.pop(name)
             self.counts[how] += 1
-            took = when - given.since - (self.started_s - given.started_s)
+            took = when - pending.since - (self.started_s - pending.started_s)
             self.slowest_s = max(self.slowest_s, took)
-            if given.killed:
+            if pending.killed:
                 self.counts["in flight when its producer was killed"] += 1
-                self.after_kill_s = max(self.after_kill_s, when - given.killed)
+                self.after_kill_s = max(self.after_kill_s, when - pending.killed)
             if took > STALL_S:
                 raise Wrong(f"{name} took {took:.1f} s, and was {how}")
         return bool(ended)
 
     def _prompt(self) -> list[int]:
-        """A prompt, of any length; some begin with all of an earlier one."""
+        """Return a prompt of any length; some begin with an earlier one."""
         tokens = self.random.randint(1, MAX_BLOCKS * TOKENS)
-        made = [self.random.randrange(50_000) for _ in range(tokens)]
+        tokens_of_prompt = [self.random.randrange(50_000) for _ in range(tokens)]
         if self._old and self.random.random() < 0.2:
             known, _ = self.random.choice(self._old)
-            made[: len(known)] = known
-        return made[: MAX_BLOCKS * TOKENS]
+            tokens_of_prompt[: len(known)] = known
+        return tokens_of_prompt[: MAX_BLOCKS * TOKENS]
 
     def _prefilled(self, prefill: int, prompt: list[int]) -> dict[str, Any]:
         self._number += 1
@@ -188,18 +194,18 @@ class Round:
         self._number += 1
         name = f"d{self._number}"
         hits = self.random.choice([0, 0, self.random.randint(0, len(prompt) // TOKENS)])
-        self.given[name] = Given(decode, prefill, time.monotonic(), self.started_s)
+        self.pending[name] = PendingRequest(decode, prefill, time.monotonic(), self.started_s)
         ask(self._decode[decode], "submit", name, prompt, params, hits)
         return name
 
-    # What may happen to a request.
+    # The actions that `run` chooses from.
 
     def _fetched(self, decode: int, prefill: int) -> None:
         prompt = self._prompt()
         self._submit(decode, prefill, prompt, self._prefilled(prefill, prompt))
 
     def _used_again(self, decode: int, prefill: int) -> None:
-        """Parameters that were used, or whose process was killed."""
+        """Submit a request with parameters that were used before, or whose process was killed."""
         if self._old:
             self._submit(decode, prefill, *self.random.choice(self._old))
 
@@ -224,11 +230,11 @@ class Round:
         name = self._submit(decode, prefill, prompt, self._prefilled(prefill, prompt))
         for _ in range(self.random.randrange(3)):
             self._poll()
-        if name in self.given:
+        if name in self.pending:
             ask(self._decode[decode], "abort", name)
 
     def _pushed(self, decode: int, prefill: int) -> None:
-        """A request that is pushed while it is computed, if it is not given up or killed."""
+        """Push a request while it is computed; it may be preempted, abandoned or killed."""
         self._number += 1
         peer, name, prompt = self._prefill[prefill], f"p{self._number}", self._prompt()
         fate = self.random.choice(["ends", "ends", "ends", "preempted", "given up", "killed"])
@@ -244,7 +250,7 @@ class Round:
             is_whole = ask(peer, "chunk")
         if fate == "killed":
             if not is_whole:
-                ask(peer, "chunk", 1)  # it dies between two layers
+                ask(peer, "chunk", 1)  # the producer dies between two layers
             self._kill(prefill)
         else:
             status = "FINISHED_ABORTED" if fate == "given up" else "FINISHED_LENGTH_CAPPED"
@@ -262,15 +268,15 @@ class Round:
         self._prefill[prefill].kill()
         self.counts["producers killed"] += 1
         self._prefill[prefill].close()
-        if self.random.random() < 0.7:  # else another is there at once, with its address
-            orphans = [item for item in self.given.values() if item.prefill == prefill]
+        if self.random.random() < 0.7:  # otherwise another producer takes over its address at once
+            orphans = [request for request in self.pending.values() if request.prefill == prefill]
             for orphan in orphans:
                 orphan.killed = time.monotonic()
             self._until(
-                lambda: not [orphan for orphan in orphans if orphan in self.given.values()],
+                lambda: not [orphan for orphan in orphans if orphan in self.pending.values()],
                 "they wait",
             )
-        self._prefill[prefill] = self._started("Prefilling", prefill)
+        self._prefill[prefill] = self._start("Prefilling", prefill)
 
     def _decode_killed(self, decode: int, prefill: int) -> None:
         for _ in range(self.random.randint(1, 4)):
@@ -280,11 +286,11 @@ class Round:
         self._decode[decode].kill()
         self._decode[decode].close()
         self.counts["consumers killed"] += 1
-        lost = [name for name, item in self.given.items() if item.decode == decode]
+        lost = [name for name, request in self.pending.items() if request.decode == decode]
         self.counts["lost with their consumer"] += len(lost)
         for name in lost:
-            del self.given[name]
-        self._decode[decode] = self._started("Decoding", decode)
+            del self.pending[name]
+        self._decode[decode] = self._start("Decoding", decode)
 
 
 def ask(peer: Process, method: str, *arguments: Any) -> Any:
@@ -295,16 +301,16 @@ def ask(peer: Process, method: str, *arguments: Any) -> Any:
 
 
 def one_round(seed: int, requests: int) -> dict[str, Any]:
-    """Raises what is wrong; returns what was done."""
+    """Run a round, and return its counts; raise `Wrong` on a violation."""
     with ExitStack() as held:
-        made = Round(seed, held)
-        made.run(requests)
-        counts = made.counts | Counter({f"requests over {made.transport}": requests})
+        whole = Round(seed, held)
+        whole.run(requests)
+        counts = whole.counts | Counter({f"requests over {whole.transport}": requests})
         return {
             "counts": dict(counts),
-            "slowest_s": round(made.slowest_s, 3),
-            "slowest_after_a_kill_s": round(made.after_kill_s, 3),
-            "until_no_block_is_held_s": round(made.held_s, 3),
+            "slowest_s": round(whole.slowest_s, 3),
+            "slowest_after_a_kill_s": round(whole.after_kill_s, 3),
+            "until_no_block_is_held_s": round(whole.held_s, 3),
         }
 
 

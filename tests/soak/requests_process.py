@@ -1,8 +1,8 @@
 """The engines of `tests.soak.requests`: both halves of vLLM's connector, and a pool of blocks.
 
-Of vLLM itself they do what matters to the connector: blocks are given out, computed, and given out
-again to others. A free block holds `POISON`; one that holds anything else was written to after it
-was given back.
+They stand for the parts of vLLM that the connector depends on: blocks are allocated, computed,
+freed, and allocated again to other requests. Free blocks hold `POISON`; a free block with any other
+content was written to after it was freed.
 """
 
 from __future__ import annotations
@@ -22,27 +22,30 @@ from numpy.typing import NDArray
 
 from tests.vllm.worker import HEADS, VllmWorker
 
-TOKENS = 32  # of a block
+TOKENS = 32  # per block
 POISON = -7.0
 LAYERS = (9, 10)
-WIDTH = 2 * 32 * TOKENS  # numbers of a head in a block
+WIDTH = 2 * 32 * TOKENS  # numbers per head in a block
 
 Params = dict[str, Any]
 
 
 class Wrong(Exception):  # noqa: N818 - what it says of kvplan
-    """What the round looks for."""
+    """A violation of what this round checks."""
 
 
 def computed(layer: int, prompt: Sequence[int], at: int) -> NDArray[np.float32]:
-    """What a model has in one block of a prompt: it depends on all tokens up to its end."""
+    """Return a model's result for a block of a prompt.
+
+    The result depends on all tokens up to the end of the block.
+    """
     known = array("q", prompt[: (at + 1) * TOKENS]).tobytes()
     words = np.frombuffer(blake2b(known + bytes([layer])).digest(), np.uint32) >> 9
     return np.resize(words.astype(np.float32), (HEADS, 2, WIDTH // 2))
 
 
 class Pooled:
-    """An engine whose blocks are given out in any order."""
+    """An engine that allocates its blocks in random order."""
 
     def __init__(
         self, name: str, seed: int, blocks: int, *, produces: bool, **options: Any
@@ -56,7 +59,7 @@ class Pooled:
             self.side.packed(layer)[:] = POISON
 
     def take(self, prompt: Sequence[int]) -> list[int]:
-        """Blocks for a prompt; none if there are too few."""
+        """Return blocks for a prompt, or an empty list if too few are free."""
         number = -(-len(prompt) // TOKENS)
         if number > len(self.free):
             return []
@@ -73,13 +76,13 @@ class Pooled:
         self.free += blocks
 
     def compute(self, prompt: Sequence[int], blocks: Sequence[int], at: Sequence[int]) -> None:
-        """Compute the blocks at these places of a prompt."""
+        """Compute the blocks at these positions of a prompt."""
         for layer in LAYERS:
             for place in at:
                 self.side.packed(layer)[blocks[place]] = computed(layer, prompt, place)
 
     def check(self, name: str, prompt: Sequence[int], blocks: Sequence[int]) -> None:
-        """Raise `Wrong` unless the blocks hold what a model computes of this prompt."""
+        """Raise `Wrong` unless the blocks hold the result of the model for this prompt."""
         for layer in LAYERS:
             for at, block in enumerate(blocks):
                 if not np.array_equal(self.side.packed(layer)[block], computed(layer, prompt, at)):
@@ -100,7 +103,7 @@ class Prefilling(Pooled):
         self.address = self.side.worker.address.address
 
     def prefill(self, name: str, prompt: list[int]) -> Params | None:
-        """Compute a prompt; what travels with it, or None if there is no room."""
+        """Compute a prompt; return the consumer's parameters, or None without free blocks."""
         if not (blocks := self.take(prompt)):
             return None
         self.compute(prompt, blocks, range(len(blocks)))
@@ -108,7 +111,7 @@ class Prefilling(Pooled):
         return self.side.finish(name, prompt, blocks)
 
     def begin(self, name: str, prompt: list[int], transfer: str) -> bool:
-        """Begin a prompt whose consumer may wait for it already; False if there is no room."""
+        """Begin a prompt whose consumer may wait; return False without enough free blocks."""
         if not (blocks := self.take(prompt)):
             return False
         params = {"do_remote_decode": True, "kvplan": {"transfer": transfer}}
@@ -120,7 +123,10 @@ class Prefilling(Pooled):
         return True
 
     def chunk(self, layers: int = len(LAYERS)) -> bool:
-        """Compute a chunk of what was begun, or only its first layers; True if it was the last."""
+        """Compute a chunk of the current prompt; return True after the last.
+
+        `layers` limits it to the first layers.
+        """
         request = self.computing
         blocks, prompt = self.kept[request.request_id], request.prompt_token_ids
         begin = request.num_computed_tokens
@@ -141,7 +147,7 @@ class Prefilling(Pooled):
         self.side.worker.computed()
 
     def preempt(self) -> None:
-        """Take the blocks of what was begun, which is computed again in others."""
+        """Take the blocks of the current prompt, which is then computed again in other blocks."""
         name, request = self.computing.request_id, self.computing
         self.side.scheduler.preempted([name])
         self.side.step()
@@ -150,7 +156,7 @@ class Prefilling(Pooled):
         request.num_computed_tokens = 0
 
     def end(self, status: str = "FINISHED_LENGTH_CAPPED") -> None:
-        """End what was begun."""
+        """End the current prompt."""
         name = self.computing.request_id
         self.computing.status = SimpleNamespace(name=status)
         held, _ = self.side.scheduler.finished(self.computing, (self.kept[name],))
@@ -159,7 +165,7 @@ class Prefilling(Pooled):
             self.give_back(self.kept.pop(name))
 
     def poll(self) -> int:
-        """Make an empty step; returns how many blocks are held."""
+        """Make an empty step; return the number of blocks that are held."""
         self.side.step()
         for name in self.side.worker.results().sent:
             self.give_back(self.kept.pop(name))
@@ -191,27 +197,27 @@ class Decoding(Pooled):
         self.queue.append(Arrived(request, hits * TOKENS, []))
 
     def abort(self, name: str) -> None:
-        """A client has left: what is being fetched keeps its blocks until that has ended."""
-        for value in [*self.queue, *self.loading.values()]:
-            if value.request.request_id == name:
-                value.request.status = SimpleNamespace(name="FINISHED_ABORTED")
-                self.side.scheduler.finished(value.request, (value.blocks,))
-                value.is_aborted = True
+        """Abort a request. Blocks that are being fetched are kept until the fetch has ended."""
+        for arrived in [*self.queue, *self.loading.values()]:
+            if arrived.request.request_id == name:
+                arrived.request.status = SimpleNamespace(name="FINISHED_ABORTED")
+                self.side.scheduler.finished(arrived.request, (arrived.blocks,))
+                arrived.is_aborted = True
         if name not in self.loading:
             self.ended.append((name, "aborted", time.monotonic()))
-        self.queue = [item for item in self.queue if not item.is_aborted]
+        self.queue = [arrived for arrived in self.queue if not arrived.is_aborted]
 
     def poll(self) -> list[tuple[str, str, float]]:
-        """Make a step; returns what has ended since the last call: how, and when."""
+        """Make a step; return name, outcome and time of requests that ended since the last call."""
         while self.queue and (blocks := self.take(self.queue[0].request.prompt_token_ids)):
             self._allocate(self.queue.pop(0), blocks)
         self.side.step()
         results = self.side.worker.results()
         for name in results.received:
-            item = self.loading.pop(name)
-            how = self._concluded(item, results.failed_blocks & {*item.blocks})
+            arrived = self.loading.pop(name)
+            how = self._conclude(arrived, results.failed_blocks & {*arrived.blocks})
             self.ended.append((name, how, time.monotonic()))
-            self.give_back(item.blocks)
+            self.give_back(arrived.blocks)
         self.side.scheduler.fetched(results.received)
         ended, self.ended = self.ended, []
         return ended
@@ -224,16 +230,17 @@ class Decoding(Pooled):
         name = arrived.request.request_id
         if missing:
             self.loading[name] = arrived
-        else:  # parameters that are no reference, or nothing is missing
+        else:  # the parameters are invalid, or no block is missing
             self.ended.append((name, "computed here", time.monotonic()))
             self.give_back(blocks)
 
-    def _concluded(self, arrived: Arrived, failed: set[int]) -> str:
-        """Compute what has failed, and that only; then all must be there."""
+    def _conclude(self, arrived: Arrived, failed: set[int]) -> str:
+        """Compute exactly the failed blocks; then all blocks must have the right content."""
         name, prompt = arrived.request.request_id, arrived.request.prompt_token_ids
         if arrived.is_aborted:
             return "aborted"
-        first = len(arrived.blocks) - len(failed)  # those before it were pushed, or were here
+        # Earlier blocks were pushed, or were in the prefix cache.
+        first = len(arrived.blocks) - len(failed)
         if failed and (first < arrived.hits // TOKENS or failed != {*arrived.blocks[first:]}):
             raise Wrong(
                 f"{name}: {sorted(failed)} of {arrived.blocks} failed; {arrived.hits} were here"

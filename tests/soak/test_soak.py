@@ -1,4 +1,4 @@
-"""`make soak` itself: what it reports, what its oracle sees, and a short round on each machine."""
+"""Tests of `make soak`: its report, its oracles, and a short round on each machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from tests.soak import requests_process
 from tests.soak.__main__ import PARTS, ROOT, Command, Soak, main
 from tests.soak.chaos import MACHINES, Wrong, check_growth
-from tests.soak.chaos_process import strange, write
+from tests.soak.chaos_process import find_mismatch, write
 from tests.soak.parsers import PARSERS
 from tests.soak.requests import DEADLINE_S, one_round
 from tests.soak.requests_process import Decoding
@@ -43,11 +43,11 @@ print("a line before"); print(json.dumps({"counts": {"moved": 3}, "held": held})
 """.replace("WHAT", "('kib', 'descriptors', 'threads', 'mappings')")
 
 
-def test_a_summary_adds_up_what_the_rounds_say(
+def test_a_summary_adds_up_the_counts_of_rounds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    item = soaked(tmp_path, chaos=COUNTS, fuzz="print('10 inputs')")
-    assert item.summary() == 0
+    soak = soaked(tmp_path, chaos=COUNTS, fuzz="print('10 inputs')")
+    assert soak.summary() == 0
     text = capsys.readouterr().out
     assert "round 3: chaos with seed 9; 0 failures so far" in text
     assert "6 moved; most growth: kib 5 to 6" in text
@@ -65,17 +65,17 @@ def test_a_summary_adds_up_what_the_rounds_say(
     ],
     ids=["status", "signal", "processes", "memory"],
 )
-def test_a_failure_says_how_to_repeat_it(
+def test_the_report_of_a_failure_contains_the_command_that_repeats_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, why: str
 ) -> None:
     clean = f"; import pathlib; pathlib.Path('/dev/shm/{LEFT}').unlink(missing_ok=True)"
     soak = Soak({"bad": program(text), "good": program(f"pass{clean}")}, tmp_path)
     soak.run(seed=7, seconds=0, rounds=2)
     assert soak.summary() == 1
-    said = capsys.readouterr().out
-    assert why in said
-    assert "again: make soak PARTS=bad SEED=7 ROUNDS=1" in said
-    assert "round 2: good with seed 8; 1 failures so far" in said
+    output = capsys.readouterr().out
+    assert why in output
+    assert "again: make soak PARTS=bad SEED=7 ROUNDS=1" in output
+    assert "round 2: good with seed 8; 1 failures so far" in output
 
 
 def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +84,7 @@ def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "parts=['chess']: known are chaos-local" in capsys.readouterr().err
 
 
-def test_it_ends_its_round_when_it_is_ended() -> None:
+def test_soak_that_is_terminated_ends_its_round() -> None:
     command = [sys.executable, "-m", "tests.soak", "--parts", "fuzz-plans", "--rounds", "1"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as soak:
         try:
@@ -118,7 +118,7 @@ def test_numbers(number):
 def test_examples_under_thread_sanitizer_are_those_of_the_seed(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(EXAMPLES)
     first, command = 0, PARTS["races-tests"]
-    said = []
+    outputs = []
     for seed in (first, first, first + 1):
         environment, _, options = " ".join(command(seed)).partition(" tools/sanitize thread ")
         (option,) = (word for word in options.split() if word.startswith("--hypothesis-seed"))
@@ -127,22 +127,22 @@ def test_examples_under_thread_sanitizer_are_those_of_the_seed(tmp_path: Path) -
             [*environment.split(), *pytest_, str(tmp_path / "test_it.py")],
             cwd=ROOT, capture_output=True, text=True, check=True,
         )  # fmt: skip
-        said.append(done.stdout.rpartition("in ")[0])
-    assert said[0] == said[1] != said[2]
+        outputs.append(done.stdout.rpartition("in ")[0])
+    assert outputs[0] == outputs[1] != outputs[2]
 
 
-def test_the_oracle_sees_whose_bytes_they_are() -> None:
+def test_the_oracle_detects_bytes_of_other_stamps_and_positions() -> None:
     arrays = [np.zeros((4, 16), np.uint32) for _ in range(2)]
     write(arrays, (1, 3), stamp=7)
-    assert strange(arrays, (1, 3), (7,)) == ""
-    assert "tensor 0, block 3" in strange(arrays, (3, 1), (7,))  # in another order
-    assert "of stamp 7 and not of (8,)" in strange(arrays, (1, 3), (8,))
-    assert strange(arrays, (1, 3), (8, 7)) == ""
+    assert find_mismatch(arrays, (1, 3), (7,)) == ""
+    assert "tensor 0, block 3" in find_mismatch(arrays, (3, 1), (7,))  # in another order
+    assert "of stamp 7 and not of (8,)" in find_mismatch(arrays, (1, 3), (8,))
+    assert find_mismatch(arrays, (1, 3), (8, 7)) == ""
     arrays[1][3, 5] = arrays[1][3, 4]
-    assert "tensor 1, block 3, word 5 (of 1)" in strange(arrays, (1, 3), (7,))
+    assert "tensor 1, block 3, word 5 (of 1)" in find_mismatch(arrays, (1, 3), (7,))
 
 
-def test_growth_is_seen() -> None:
+def test_growth_is_detected() -> None:
     first = {"kib": 5, "descriptors": 5, "mappings": 5, "threads": [], "registrations": []}
     check_growth({"1": {"first": first, "last": first}})
     with pytest.raises(Wrong, match=r"cluster 1 has new threads: .'kvplan-control': 5"):
@@ -153,7 +153,7 @@ def test_growth_is_seen() -> None:
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_what_parsers_are_fed_with_is_the_same_for_a_seed(tmp_path: Path, name: str) -> None:
+def test_inputs_of_parsers_are_the_same_for_the_same_seed(tmp_path: Path, name: str) -> None:
     parser = PARSERS[name](tmp_path)
     for number in range(20):
         given = parser.make(Random(f"1 {number}"))
@@ -166,7 +166,10 @@ def test_what_parsers_are_fed_with_is_the_same_for_a_seed(tmp_path: Path, name: 
 def test_a_short_round_of_chaos(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], machine: str
 ) -> None:
-    """As `make soak` starts it: it must come to an end in which all reach each other."""
+    """`make soak` starts a round by the same command.
+
+    At its end, all engines must reach each other.
+    """
     name = f"chaos-{machine}"
     soak = Soak({name: lambda seed: [*PARTS[name](seed), "24"]}, tmp_path)
     soak.run(seed=3, seconds=0, rounds=1)
@@ -177,7 +180,7 @@ def test_a_short_round_of_chaos(
 
 @pytest.mark.slow
 def test_a_short_round_of_requests() -> None:
-    """Of this seed, with engines of both kinds that are killed."""
+    """With this seed, engines of both kinds are killed."""
     found = one_round(3, 40)
     assert min(found["counts"][name] for name in ("fetched", "recomputed", "producers killed")) > 0
     assert found["until_no_block_is_held_s"] < DEADLINE_S
@@ -190,7 +193,7 @@ def decoding() -> Iterator[Decoding]:
     engine.side.worker.close()
 
 
-def test_the_oracle_of_requests_sees_other_tokens_and_late_writes(decoding: Decoding) -> None:
+def test_the_oracle_of_requests_detects_other_tokens_and_late_writes(decoding: Decoding) -> None:
     prompt = [*range(70)]
     blocks = decoding.take(prompt)
     decoding.compute(prompt, blocks, [0, 1, 2])
@@ -203,10 +206,10 @@ def test_the_oracle_of_requests_sees_other_tokens_and_late_writes(decoding: Deco
         decoding.take([*range(128)])
 
 
-def test_the_oracle_of_requests_sees_blocks_that_had_not_failed(decoding: Decoding) -> None:
+def test_the_oracle_of_requests_detects_blocks_that_had_not_failed(decoding: Decoding) -> None:
     request = SimpleNamespace(request_id="mine", prompt_token_ids=[*range(70)])
     arrived = requests_process.Arrived(request, 32, [3, 1, 2])
     decoding.compute(request.prompt_token_ids, arrived.blocks, [0])
-    assert decoding._concluded(arrived, {1, 2}) == "recomputed"
+    assert decoding._conclude(arrived, {1, 2}) == "recomputed"
     with pytest.raises(requests_process.Wrong, match=r"mine: \[1\] of \[3, 1, 2\] failed; 32 were"):
-        decoding._concluded(arrived, {1})
+        decoding._conclude(arrived, {1})

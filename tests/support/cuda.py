@@ -27,8 +27,8 @@ def _driver() -> ctypes.CDLL:
     return driver
 
 
-def why_none() -> str:
-    """Return why no GPU can be used; empty if one can."""
+def missing_gpu() -> str:
+    """Return the reason why no GPU can be used; empty if one can."""
     try:
         _driver()
     except OSError as error:

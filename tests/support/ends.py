@@ -13,7 +13,7 @@ DEADLINE_MS = 60_000
 
 
 def assert_no_outcome_before_its_end(backend: Backend, descriptors: Descriptors) -> None:
-    """Move descriptors: whoever knows the outcome may free what the callback still uses."""
+    """Check the order: when the outcome is known, memory that the callback uses may be freed."""
     watched = early_ends(backend)
     with Executor(watched) as executor:
         while ends_seen(watched)[0] == 0:  # a batch may end inside of its submission

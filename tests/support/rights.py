@@ -63,9 +63,9 @@ def may(*command: str) -> bool:
 
 
 needs_users = pytest.mark.skipif(
-    not may(*USER_NAMESPACE), reason="this system lets nobody make a user namespace"
+    not may(*USER_NAMESPACE), reason="this system does not allow us to make a user namespace"
 )
 needs_mounts = pytest.mark.skipif(
-    not may(*OWN_MOUNTS), reason="this system lets nobody make a mount namespace"
+    not may(*OWN_MOUNTS), reason="this system does not allow us to make a mount namespace"
 )
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root has rights to give up")

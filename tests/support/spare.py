@@ -38,7 +38,7 @@ def copy_of(array: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def is_same(found: NDArray[np.uint8], expected: NDArray[np.uint8]) -> bool:
-    """Return whether two arrays have the same shape and bytes."""
+    """Return True if two arrays have the same shape and bytes."""
     if found.shape != expected.shape:
         return False
     differs = np.empty(CHUNK_NBYTES, bool)

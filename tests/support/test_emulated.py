@@ -11,11 +11,11 @@ DOCUMENT = ROOT / "docs/how-to/aarch64.md"
 
 
 @pytest.mark.parametrize("lack", LACKS, ids=[item.what for item in LACKS])
-def test_the_document_lists_it(lack: Lack) -> None:
+def test_the_document_lists_each_lack(lack: Lack) -> None:
     assert f"| {lack.what} | {lack.why} |" in DOCUMENT.read_text()
 
 
 @pytest.mark.parametrize("lack", LACKS, ids=[item.what for item in LACKS])
-def test_its_files_exist(lack: Lack) -> None:
+def test_files_of_each_lack_exist(lack: Lack) -> None:
     for pattern in lack.tests:
         assert (ROOT / pattern.partition("::")[0]).is_file()

@@ -49,13 +49,13 @@ def test_a_snippet_has_values_and_a_result(peer: Peer) -> None:
     assert peer.run("import os; result = os.getpid()") == peer.pid
 
 
-def test_a_peer_that_another_command_starts() -> None:
+def test_a_peer_may_be_started_by_another_command() -> None:
     peer = Peer(prefix=["sh", "-c", '"$@"; exit', "sh"])
     assert peer.pid != peer.process.pid
     peer.finish()
 
 
-def test_an_object_of_the_peer(peer: Peer) -> None:
+def test_methods_of_an_object_of_the_peer_are_called(peer: Peer) -> None:
     peer.run("numbers = [3, 1]")
     numbers = Remote(peer, "numbers")
     numbers.append(2)
@@ -75,7 +75,7 @@ def test_an_object_of_the_peer(peer: Peer) -> None:
         ("result = lambda: None", "PicklingError", "<lambda>"),
     ],
 )
-def test_an_exception_is_raised_here_and_the_peer_goes_on(
+def test_an_exception_is_raised_here_and_the_peer_continues(
     peer: Peer, code: str, kind: str, message: str
 ) -> None:
     with pytest.raises(RemoteError, match="Traceback") as failure:
@@ -91,7 +91,7 @@ def test_attributes_of_an_exception_survive(peer: Peer) -> None:
     assert (failure.value.code, failure.value.status) == (5, 7)
 
 
-def test_a_peer_that_exits_in_a_snippet(peer: Peer) -> None:
+def test_an_exit_in_a_snippet_is_an_error(peer: Peer) -> None:
     with pytest.raises(PeerDiedError, match="exited with 3\nlast words"):
         peer.run("import os; os.write(2, b'last words'); os._exit(3)")
     assert peer.dead
@@ -99,7 +99,7 @@ def test_a_peer_that_exits_in_a_snippet(peer: Peer) -> None:
         peer.run("pass")
 
 
-def test_a_peer_that_is_killed(peer: Peer) -> None:
+def test_a_killed_peer_is_an_error(peer: Peer) -> None:
     peer.stop()
     peer.send("pass")
     peer.kill()
@@ -108,7 +108,7 @@ def test_a_peer_that_is_killed(peer: Peer) -> None:
         peer.answer()
 
 
-def test_a_peer_that_cannot_start() -> None:
+def test_a_peer_that_cannot_start_is_an_error() -> None:
     class Absent(Peer):
         module = "tests.support.absent"
 
@@ -126,8 +126,8 @@ def test_a_peer_that_never_answers_is_ended_and_says_where_it_was(peer: Peer) ->
     assert peer.dead
 
 
-def test_a_stopped_peer_never_answers_and_is_ended_too(peer: Peer) -> None:
-    peer.run("pass")  # it has started
+def test_a_stopped_peer_is_ended_too(peer: Peer) -> None:
+    peer.run("pass")  # waits until it has started
     peer.stop()
     peer.send("pass")
     with pytest.raises(PeerDiedError, match=r"no answer within 0 s"):
@@ -139,7 +139,7 @@ def test_a_peer_can_execute_another_program(peer: Peer) -> None:
 
 
 @pytest.mark.parametrize("end", [Peer.close, Peer.finish])
-def test_nothing_is_left_of_a_peer(
+def test_an_ended_peer_leaves_nothing(
     end: Callable[[Peer], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = Held.now()
@@ -178,7 +178,7 @@ def test_a_peer_has_the_variables_that_it_was_given(monkeypatch: pytest.MonkeyPa
         assert peer.found() == ["none", "3"]
 
 
-def test_more_environments_than_zygotes() -> None:
+def test_there_may_be_more_environments_than_zygotes() -> None:
     for number in [*range(zygote.MAX_ZYGOTES + 1)] * 2:
         environment = os.environ | {"KVPLAN_TEST_ANY": str(number)}
         with closing(Peer(environment=environment)) as peer:
@@ -192,7 +192,7 @@ def test_peers_have_different_addresses() -> None:
         assert one.run(code) != other.run(code)
 
 
-def test_peers_of_several_threads() -> None:
+def test_several_threads_have_peers() -> None:
     def pids() -> tuple[int, int]:
         with closing(Peer()) as peer:
             return peer.run("import os; result = os.getpid(), os.getppid()")

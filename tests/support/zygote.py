@@ -34,6 +34,12 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 READ_AT_START = ("KVPLAN_TEST_", "LANG", "LC_", "LD_", "MALLOC_", "OPENBLAS_", "PYTHON")
 """Prefixes of variables that the interpreter, or a module while it is imported, reads."""
+USED_LATER = (
+    *("encodings.idna", "numpy.random", "kvnative._observed", "kvplan.device.ascend"),
+    *("kvplan.device.cuda", "kvplan.engine.layer_event", "kvplan.planning.reference"),
+    *(f"kvplan.transport.{name}.transport" for name in ("hccl", "tcp", "ucx")),
+)
+"""Modules that kvplan's engines and NumPy import at their first use, which is after a fork."""
 MAX_ZYGOTES = 4  # of one process of the tests; each holds some 40 MB
 MAX_REQUEST_NBYTES = 1 << 20
 TIMEOUT_S = 120
@@ -203,9 +209,9 @@ def main(tests: str, program: str, *imported: str) -> None:
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.chdir(ROOT)
-    for name in (program, *imported):
-        with contextlib.suppress(Exception):  # a fork imports the module again, and reports why
-            importlib.import_module(name)
+    _import(program, *imported)
+    if "kvplan.engine.datadist" in sys.modules:
+        _import(*USED_LATER)
     gc.collect()
     gc.freeze()
     listening = socket.socket(fileno=0)
@@ -225,6 +231,12 @@ def main(tests: str, program: str, *imported: str) -> None:
     # Different addresses, as in two programs: otherwise a test may not see a mix-up of processes.
     with mmap.mmap(-1, HUGE_PAGE * (1 + os.getpid() % 64), mmap.MAP_PRIVATE):
         importlib.import_module(program).main(*arguments)
+
+
+def _import(*names: str) -> None:
+    for name in names:
+        with contextlib.suppress(Exception):  # a fork imports the module again, and reports why
+            importlib.import_module(name)
 
 
 def _fork(listening: socket.socket) -> Request | None:

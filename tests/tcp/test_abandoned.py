@@ -35,7 +35,7 @@ def check_confirmed(report: Report, here: Bytes, there: Bytes) -> None:
         assert np.array_equal(here[mine:][:nbytes], there[theirs:][:nbytes])
 
 
-def check_that_it_works(peer: TcpPeer, link: TcpNativeLink) -> None:
+def check_that_the_link_works(peer: TcpPeer, link: TcpNativeLink) -> None:
     small = np.zeros(4096, dtype=np.uint8)
     with Executor(peer.backend(link, "get")) as executor:
         report = executor.run(peer.descriptors("get", small, [(0, 0, 4096)]), TIMEOUT_MS)
@@ -71,7 +71,7 @@ class TestInTheMiddle:
                 after_here, after_there = copy_of(local), copy_of(steady_peer.memory)
                 check_confirmed(report, local, steady_peer.memory)
                 # After the rest of the other transfer on the connection:
-                check_that_it_works(steady_peer, link)
+                check_that_the_link_works(steady_peer, link)
                 assert is_same(local, after_here)
                 assert is_same(steady_peer.memory, after_there)
             report = executor.run(steady_peer.descriptors(direction, local, SPANS), TIMEOUT_MS)
@@ -81,7 +81,7 @@ class TestInTheMiddle:
         assert is_same(local, sides[0])
         assert is_same(steady_peer.memory, sides[1])
 
-    def test_one_of_many(
+    def test_abandoning_one_transfer_does_not_disturb_others(
         self, service: TcpService, steady_peer: TcpPeer, local: Bytes, direction: str
     ) -> None:
         """Its requests are between those of other transfers, which are not disturbed."""
@@ -104,7 +104,7 @@ class TestInTheMiddle:
             assert np.array_equal(here, sides[0][mine:][:nbytes])
             assert np.array_equal(there, sides[1][theirs:][:nbytes])
 
-    def test_by_several_connections(
+    def test_several_connections_continue(
         self, service: TcpService, steady_peer: TcpPeer, local: Bytes, direction: str
     ) -> None:
         link = steady_peer.link(service, connections=3)
@@ -115,7 +115,7 @@ class TestInTheMiddle:
                     pass
                 assert task.cancel().status in (KVN_CANCELLED, KVN_OK)
                 after_here, after_there = copy_of(local), copy_of(steady_peer.memory)
-                check_that_it_works(steady_peer, link)
+                check_that_the_link_works(steady_peer, link)
                 assert is_same(local, after_here)
                 assert is_same(steady_peer.memory, after_there)
         assert link.failure is None
@@ -123,7 +123,9 @@ class TestInTheMiddle:
 
 class TestAStoppedPeer:
     @hows
-    def test_pull(self, service: TcpService, steady_peer: TcpPeer, local: Bytes, how: str) -> None:
+    def test_the_link_survives_an_abandoned_pull(
+        self, service: TcpService, steady_peer: TcpPeer, local: Bytes, how: str
+    ) -> None:
         """Bytes that the peer sends later are dropped, and the link continues."""
         link = steady_peer.link(service)
         steady_peer.stop()
@@ -134,11 +136,13 @@ class TestAStoppedPeer:
         assert report.unconfirmed == ((0, len(SPANS)),)
         after = copy_of(local)
         steady_peer.resume()
-        check_that_it_works(steady_peer, link)
+        check_that_the_link_works(steady_peer, link)
         assert is_same(local, after)
 
     @hows
-    def test_push(self, service: TcpService, steady_peer: TcpPeer, local: Bytes, how: str) -> None:
+    def test_an_abandoned_push_ends_the_link(
+        self, service: TcpService, steady_peer: TcpPeer, local: Bytes, how: str
+    ) -> None:
         """The link ends, because bytes on the wire cannot be called back in another way."""
         link = steady_peer.link(service)
         before = copy_of(steady_peer.memory)
@@ -154,7 +158,7 @@ class TestAStoppedPeer:
             assert "aborted push" in link.failure[1]
         local[:] = 0x5A  # now the caller's memory again
         steady_peer.resume()
-        check_that_it_works(steady_peer, steady_peer.link(service))
+        check_that_the_link_works(steady_peer, steady_peer.link(service))
         steady_peer.run("links[-2].close('by now it has taken what it could')")
         assert not ((steady_peer.memory == 0x5A) & (before != 0x5A)).any()
 
@@ -190,5 +194,5 @@ def test_memory_that_is_unmapped_after_an_abandoned_transfer(
                 pass
             assert task.cancel().status in (KVN_CANCELLED, KVN_OK)
             del task, local
-        check_that_it_works(steady_peer, link)
+        check_that_the_link_works(steady_peer, link)
     assert link.failure is None

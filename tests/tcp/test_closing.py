@@ -47,7 +47,7 @@ def wait_for_failure(link: TcpNativeLink) -> str:
 @directions
 class TestByThePeer:
     @pytest.mark.parametrize("connections", [1, 3])
-    def test_the_peer_is_killed(
+    def test_a_killed_peer_ends_the_transfer(
         self, service: TcpService, peer: TcpPeer, local: Bytes, direction: str, connections: int
     ) -> None:
         link = peer.link(service, connections=connections)
@@ -64,7 +64,7 @@ class TestByThePeer:
             assert report.status == KVN_PEER_GONE
         wait_for_failure(link)
 
-    def test_the_peer_closes_the_link(
+    def test_a_link_that_the_peer_closes_ends_the_transfer(
         self, service: TcpService, steady_peer: TcpPeer, local: Bytes, direction: str
     ) -> None:
         link = steady_peer.link(service)
@@ -76,7 +76,7 @@ class TestByThePeer:
         assert report.status in (KVN_OK, KVN_PEER_GONE)
         assert wait_for_failure(link)
 
-    def test_while_nothing_moves(
+    def test_an_idle_link_fails_with_its_peer(
         self, service: TcpService, steady_peer: TcpPeer, local: Bytes, direction: str
     ) -> None:
         link = steady_peer.link(service)
@@ -183,7 +183,7 @@ def test_nothing_is_touched_after_the_close(direction: str, what: str) -> None:
 
 
 class TestAfterwards:
-    def test_of_a_link(self, pair: Pair) -> None:
+    def test_calls_after_the_end_of_a_link_fail(self, pair: Pair) -> None:
         executor = pair.executor("get")
         pair.near.close("enough")
         pair.near.close("again")
@@ -193,7 +193,7 @@ class TestAfterwards:
         assert report.status == KVN_PEER_GONE
         assert wait_for_failure(pair.far) == "the peer has closed the connection"
 
-    def test_of_a_service(self, pair: Pair) -> None:
+    def test_calls_after_the_end_of_a_service_fail(self, pair: Pair) -> None:
         executor = pair.executor("get")
         pair.asker.close()
         pair.asker.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -52,7 +54,7 @@ class TestRefused:
         assert link.failure is None
         return report.message
 
-    def test_removed_memory(
+    def test_removed_memory_is_refused(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, direction: str
     ) -> None:
         steady_peer.add_range(1, 0, 8192)
@@ -61,7 +63,7 @@ class TestRefused:
         assert message.startswith("descriptor 0: 4096 bytes at 0x")
         assert message.endswith("of the peer, which has deregistered it")
 
-    def test_a_reused_slot(
+    def test_a_reused_slot_is_refused(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, direction: str
     ) -> None:
         steady_peer.add_range(1, 0, 8192, generation=2)
@@ -79,7 +81,7 @@ class TestRefused:
         assert message.startswith("descriptor 1: 4096 bytes at 0x")
         assert message.endswith("of the peer, which has not registered all of it")
 
-    def test_an_unknown_slot(
+    def test_an_unknown_slot_is_refused(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, direction: str
     ) -> None:
         message = self.refusal(steady_peer, steady_link, direction, slot=2**32 - 1)
@@ -101,7 +103,7 @@ class TestRefused:
         assert message.endswith("of the peer, which has not registered all of it")
 
 
-def test_read_only(steady_peer: TcpPeer, steady_link: TcpNativeLink) -> None:
+def test_read_only_memory_is_not_written(steady_peer: TcpPeer, steady_link: TcpNativeLink) -> None:
     steady_peer.add_range(1, 0, 8192, writable=False)
     local = np.zeros(8192, dtype=np.uint8)
     before = steady_peer.memory[:8192].copy()
@@ -124,7 +126,7 @@ def test_read_only(steady_peer: TcpPeer, steady_link: TcpNativeLink) -> None:
 def test_adjacent_memory_is_a_range_of_its_own(
     steady_peer: TcpPeer, steady_link: TcpNativeLink
 ) -> None:
-    """One range stays and one is removed: descriptors in the first one are never unconfirmed."""
+    """Descriptors in the range that stays are never unconfirmed when the other is removed."""
     steady_peer.add_range(1, 0, MIB)
     backend = tcp_backend(
         steady_link, 0, "get", u64(1, 2), u64(1, 1),
@@ -162,8 +164,9 @@ class TestInTheMiddle:
             backend = backend_of(link, direction, base, self.SIZE, generation=number)
             with Executor(backend) as executor:
                 task = executor.submit(descriptors(direction, here, base, spans))
+                deadline = time.monotonic() + TIMEOUT_MS / 1000
                 while not task.done and not task.report.bytes_done:
-                    pass
+                    assert time.monotonic() < deadline
                 owner.remove_range(0)
                 if direction == "get":
                     memory[:] = 0xEE  # now the owner's again, so no byte of this may be sent

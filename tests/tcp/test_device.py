@@ -130,7 +130,7 @@ def test_bytes_arrive(
 def test_host_and_device_in_one_request(
     ends: Ends, device: Device, simulator: Controls, direction: str
 ) -> None:
-    """Ranges of the peer are alternately in both, and the socket may take only a part."""
+    """The ranges of the peer alternate between both, and the socket may take only a part."""
     sides = [Memory(place, device, 5).see(simulator) for place in PLACES]
     for slot, memory in enumerate(sides):
         ends.far.add_range(slot, memory.address, NBYTES, True, 1, on_device=memory.on_device)
@@ -274,7 +274,9 @@ def test_host_memory_in_the_same_transfer_may_be_unmapped(ends: Ends, device: De
     assert ends.run("get", here, there, SPANS[:1]).status == KVN_OK
 
 
-def test_a_liar_writes_nothing_where_no_memory_is(device: Device, simulator: Controls) -> None:
+def test_bytes_after_a_refusal_do_not_reach_later_requests(
+    device: Device, simulator: Controls
+) -> None:
     """Bytes after a refusal, while the device fails, do not go to memory of later requests."""
     service = TcpService(1, max_ranges=1, device=device)
     liar, on_device = attack(service), device.allocate(PAGE)
@@ -304,7 +306,7 @@ def test_a_service_without_a_device_refuses_device_memory() -> None:
     service.close()
 
 
-def test_a_device_that_is_closed(device: Device) -> None:
+def test_memory_of_a_closed_device_is_refused(device: Device) -> None:
     device.close()
     with pytest.raises(Exception, match="device 3 is closed"):
         TcpService(1, max_ranges=4, device=device)

@@ -197,7 +197,7 @@ def ends() -> Iterator[Ends]:
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "encrypted"])
 def test_only_lengths_can_be_read_on_the_way(ends: Ends, secret: bytes | None) -> None:
-    """Neither bytes nor addresses can, and equal bytes look different each time."""
+    """Bytes and addresses are unreadable, and equal bytes look different each time."""
     relays = Relay(), Relay()
     ends.link(*relays, near=secret, far=secret)
     words = b"16 bytes of text"
@@ -232,7 +232,7 @@ def test_a_changed_record_ends_the_link(ends: Ends, direction: str, attack: str)
 
 
 @directions
-def test_a_record_that_comes_back_to_its_sender(ends: Ends, direction: str) -> None:
+def test_a_record_that_is_reflected_to_its_sender_ends_the_link(ends: Ends, direction: str) -> None:
     # The record whose number its sender expects: a request has arrived, an answer has not.
     towards, number = ("near", 2) if direction == "get" else ("far", 1)
     ends.link(Relay(towards=towards, reflects=number), Relay())
@@ -247,7 +247,7 @@ def test_a_record_that_comes_back_to_its_sender(ends: Ends, direction: str) -> N
     assert FORGED in ends.failures()
 
 
-def test_connections_that_are_swapped(ends: Ends) -> None:
+def test_swapped_connections_end_the_link(ends: Ends) -> None:
     """Each connection has its own keys."""
     pairs = [socket_pair() for _ in range(4)]
     near, far = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -261,7 +261,7 @@ def test_connections_that_are_swapped(ends: Ends) -> None:
     assert not ends.here.any()
 
 
-def test_another_secret(ends: Ends) -> None:
+def test_another_secret_ends_the_link(ends: Ends) -> None:
     ends.there[:] = 7
     ends.link(Relay(), Relay(), far=bytes(32))
     assert ends.move("get", 1).status == KVN_PEER_GONE
@@ -303,24 +303,24 @@ def test_records_that_arrive_with_an_awaited_answer(ends: Ends) -> None:
                 executor.submit(descriptors("get", here, there, item)) for item in (large, small)
             ]
             assert first.wait(TIMEOUT_MS).status == KVN_OK
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 60
             while not second.done:
                 assert time.monotonic() < deadline
 
 
-def test_a_secret_of_another_length(ends: Ends) -> None:
+def test_a_secret_of_another_length_is_refused(ends: Ends) -> None:
     with pytest.raises(ValueError, match="secret has 31 bytes; it must have 32"):
         ends.link(Relay(), Relay(), near=bytes(31))
 
 
-def test_without_libcrypto() -> None:
+def test_without_libcrypto_encryption_is_refused() -> None:
     """A mount namespace has an empty file in place of libcrypto."""
     check_encryption()
     if shutil.which("unshare") is None or subprocess.run(["unshare", "--mount", "true"]).returncode:
         pytest.skip("only root outside of containers can make a mount namespace, with `unshare`")
     hidden = """
-    for it in $(ldconfig -p | sed -n 's/.*libcrypto.so.* => //p'); do
-        mount --bind /dev/null "$it"
+    for library in $(ldconfig -p | sed -n 's/.*libcrypto.so.* => //p'); do
+        mount --bind /dev/null "$library"
     done
     exec "$@"
     """
@@ -352,12 +352,12 @@ from kvnative._tcp import TcpService, tcp_backend
 
 near, far = socket.socketpair()
 other, _ = socket.socketpair()
-for it in (near, other):
-    it.setblocking(False)
+for end in (near, other):
+    end.setblocking(False)
 service = TcpService(1, max_ranges=1)
 link = service.link([near.detach()], [other.detach()], peer="it", secret=bytes(32), dials=True)
 local = np.full(100_000, ord("x"), np.uint8)
-one, base, size = (np.array([it], np.uint64) for it in (1, 4096, local.size))
+one, base, size = (np.array([value], np.uint64) for value in (1, 4096, local.size))
 here = np.array([local.ctypes.data], np.uint64)
 with Executor(tcp_backend(link, 0, "put", one, one, base, size)) as executor:
     print(executor.run(Descriptors.from_columns(base, here, size), 10_000).message)

@@ -137,7 +137,7 @@ class TestToAPull:
         assert (report.status, report.message) == (KVN_PEER_GONE, NO_ANSWER)
         check_guards(local)
 
-    def test_byte_by_byte(self, attacked: Attacked, local: Bytes) -> None:
+    def test_an_answer_may_arrive_byte_by_byte(self, attacked: Attacked, local: Bytes) -> None:
         _executor, task = submit(attacked, "get", local, SPANS)
         number, _, _ = attacked.answers.read_request()
         content = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
@@ -151,7 +151,7 @@ class TestToAPull:
     @pytest.mark.parametrize("reason", [DEREGISTERED, OUTSIDE, READ_ONLY, UNMAPPED])
     @pytest.mark.parametrize("second", [False, True])
     @pytest.mark.parametrize(("offset", "descriptor"), [(0, 0), (999, 0), (1000, 1), (4095, 1)])
-    def test_a_refusal(
+    def test_a_refusal_names_the_descriptor(
         self,
         attacked: Attacked,
         local: Bytes,
@@ -238,7 +238,7 @@ class TestToAPush:
         assert (report.status, report.message) == (KVN_PEER_GONE, NO_ANSWER)
 
     @pytest.mark.parametrize(("offset", "descriptor"), [(0, 0), (999, 0), (1000, 1), (4095, 1)])
-    def test_a_refusal(
+    def test_a_refusal_names_the_descriptor(
         self, attacked: Attacked, local: Bytes, offset: int, descriptor: int
     ) -> None:
         _executor, task = submit(attacked, "put", local, SPANS)
@@ -250,7 +250,7 @@ class TestToAPush:
         assert report.bytes_done == 0
         assert attacked.link.failure is None
 
-    def test_a_reset(self, attacked: Attacked, local: Bytes) -> None:
+    def test_a_reset_ends_the_transfer(self, attacked: Attacked, local: Bytes) -> None:
         _executor, task = submit(attacked, "put", local, SPANS)
         attacked.answers.read_request()
         attacked.answers.reset()

@@ -303,7 +303,7 @@ class TestLimits:
         attacked.asks.read_answer()
         assert attacked.asks.read(run.count) == memory[NBYTES : 2 * NBYTES : 8].tobytes()
 
-    def test_byte_by_byte(self, attacked: Attacked, memory: Bytes) -> None:
+    def test_a_request_may_arrive_byte_by_byte(self, attacked: Attacked, memory: Bytes) -> None:
         before = memory[NBYTES:][:8192].copy()
         runs = [Run(start(memory), 10, 3, 1000), Run(start(memory) + 5000, 7)]
         for byte in request(PUSH, [OWN, OWN], runs, number=1) + bytes(range(37)):

@@ -1,9 +1,9 @@
 """All interleavings of the threads of the native side of tcp, with few preemptions.
 
-The sources are compiled as they are, with the calls in which threads meet (locks, atomics, sockets,
-epoll) replaced by those of a scheduler that runs one thread at a time: `tests/tcp/interleavings`.
-A failure prints `again:` and the arguments that repeat it. Bugs that are planted in a copy of a
-source must be found.
+The sources are compiled unchanged, but a scheduler that runs one thread at a time
+(`tests/tcp/interleavings`) replaces the calls in which threads meet: locks, atomics, sockets,
+epoll. A failure prints `again:` and the arguments that repeat it. Bugs that are planted in a copy
+of a source must be found.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODEL = ROOT / "tests/tcp/interleavings"
 NATIVE = ROOT / "kvnative/src"
 FLAGS = (
     *("-std=gnu11", "-D_GNU_SOURCE", "-O1", "-fno-strict-aliasing", "-w"),
-    "-U_FORTIFY_SOURCE",  # which would forbid longjmp from one stack to another
+    "-U_FORTIFY_SOURCE",  # which would forbid longjmp between stacks
     *(f"-I{ROOT / 'include'}", f"-I{NATIVE}", f"-I{MODEL}"),
 )
 AS_THEY_ARE = (
@@ -44,8 +44,7 @@ CONTROLLED = (
     *(NATIVE / "tcp" / f"{name}.c" for name in ("link", "backend")),
 )
 
-# Minimum number of interleavings of each scenario (today there are some more), and all its
-# outcomes.
+# Minimum number of interleavings of each scenario, and all its outcomes.
 SCENARIOS: dict[str, tuple[int, set[int]]] = {
     "submit_pull": (2000, {KVN_OK}),
     "submit_push": (2000, {KVN_OK}),
@@ -100,7 +99,7 @@ class Planted(NamedTuple):
     found: str
 
 
-STUCK = "nobody can go on"
+STUCK = "no thread can continue"
 GONE = "that is not there|after it was freed|which is (closed|none)|must not|Segmentation fault"
 
 PLANTED = [
@@ -121,7 +120,7 @@ PLANTED = [
         STUCK,
     ),
     Planted(
-        "nobody asks for room",
+        "the service does not ask for room",
         "client.c",
         "            events |= EPOLLOUT;\n",
         "            ;\n",

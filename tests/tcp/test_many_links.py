@@ -47,7 +47,7 @@ def run_python(program: str, environ: dict[str, str]) -> str:
 
 class TestCost:
     @pytest.mark.parametrize("connections", [1, 4])
-    def test_descriptors(self, connections: int) -> None:
+    def test_a_link_costs_few_descriptors(self, connections: int) -> None:
         """Each end has two per pair of connections, and one per link."""
         service = TcpService(1, max_ranges=1)
         before = Held.now()
@@ -59,7 +59,7 @@ class TestCost:
         service.close()
 
     @pytest.mark.parametrize("secret", [None, bytes(32)])
-    def test_memory(self, secret: bytes | None) -> None:
+    def test_a_link_costs_little_memory(self, secret: bytes | None) -> None:
         """A link has one pair of connections, encrypted or not."""
         service, count = TcpService(1, max_ranges=1), 50
         ends = list(link_within(service, service, secret=secret))  # loads libcrypto
@@ -69,15 +69,15 @@ class TestCost:
         assert (allocated() - before) / (2 * count) < 256 << 10
         service.close()
 
-    def test_memory_if_malloc_returns_garbage(self) -> None:
+    def test_a_link_costs_the_same_if_malloc_returns_garbage(self) -> None:
         """The cost is the same, because no code takes new memory for zeros."""
         grown = [
             int(run_python(LINKS, {**os.environ, "MALLOC_PERTURB_": byte})) for byte in ("0", "165")
         ]
         assert grown[1] <= 1.1 * grown[0], grown
 
-    def test_of_a_service(self) -> None:
-        """A service has two descriptors per thread, and leaves nothing."""
+    def test_a_service_costs_two_descriptors_per_thread(self) -> None:
+        """Each thread of a service costs two descriptors, and its end leaves nothing open."""
         before = Held.now()
         service = TcpService(3, max_ranges=1 << 20)
         new = before.new()
@@ -87,8 +87,8 @@ class TestCost:
         before.check_nothing_new()
 
     @pytest.mark.parametrize("secret", [None, bytes(32)])
-    def test_of_waiting_services(self, secret: bytes | None) -> None:
-        """They cost no processor time: after a request, both ends sleep until the next one."""
+    def test_waiting_services_cost_no_processor_time(self, secret: bytes | None) -> None:
+        """Waiting costs no processor time: after a request, both ends sleep until the next one."""
         before = Held.now()
         near, far = TcpService(1, max_ranges=1), TcpService(1, max_ranges=1)
         threads = [task for task, _ in before.new().threads]
@@ -132,7 +132,7 @@ def wait_for_sleep(threads: list[str], times: int = 20) -> None:
 def test_a_refused_link_leaves_none_of_its_sockets_open(
     why: str, asks: int, answers: int, secret: bytes | None, tmp_path: Path
 ) -> None:
-    """That includes the sockets for requests and those for answers."""
+    """The sockets for requests and those for answers are closed."""
     service = TcpService(1, max_ranges=1)
     if "closed" in why:
         service.close()
@@ -187,7 +187,7 @@ class TestSharing:
 
     @pytest.mark.parametrize("direction", DIRECTIONS)
     def test_links_share_the_service_fairly(self, direction: str) -> None:
-        """All request more from one service than it can serve, and get equal shares."""
+        """Links that request more than the service can serve get equal shares."""
         owner, asker = TcpService(1, max_ranges=1), TcpService(1, max_ranges=1)
         memory, local = np.ones(MIB, dtype=np.uint8), np.zeros(MIB, dtype=np.uint8)
         owner.add_range(0, memory.ctypes.data, MIB, True, 1)

@@ -129,7 +129,7 @@ def test_each_half_of_a_mebibyte_is_one_copy_at_each_end(
     "nbytes",
     [1, SLOT - 1, SLOT, SLOT + 1, MIB - 1, MIB, MIB + 1, 3 * MIB + 777],
 )
-def test_any_number_of_bytes(ends: Ends, direction: str, nbytes: int) -> None:
+def test_any_number_of_bytes_arrives(ends: Ends, direction: str, nbytes: int) -> None:
     spans = [(5, 9, nbytes)]
     expected = both(ends.there.bytes, direction, ends.here.bytes, spans)
     report = ends.run(direction, spans)
@@ -212,7 +212,7 @@ def test_the_end_of_a_transfer_waits_for_the_copy_in_flight(
 def test_a_copy_that_fails_once_is_made_again(
     ends: Ends, cuda_simulator: CudaControls, direction: str, nth: int
 ) -> None:
-    """It may be in the first slot, the second, or the first again."""
+    """The copy goes to the first slot, the second, or the first again."""
     spans = blocks(4 * MIB // BLOCK, BLOCK, total=NBYTES)
     expected = both(ends.there.bytes, direction, ends.here.bytes, spans)
     cuda_simulator.add_fault(f"{KERNEL}:{nth}=1")
@@ -234,7 +234,7 @@ def slots(log: Log) -> set[int]:
 def test_a_link_pins_its_slots_when_it_first_moves_memory_of_the_device(
     log: Log, ends: Ends, direction: str
 ) -> None:
-    """Links that move only host memory cost no pinned memory."""
+    """A link that moves only host memory pins no memory."""
     idle = [link_within(ends.near, ends.far) for _ in range(64)]
     here, there = (np.zeros(MIB, np.uint8) for _ in range(2))
     ends.far.add_range(1, there.ctypes.data, MIB, True, 1)
@@ -267,7 +267,7 @@ def test_a_transfer_without_memory_for_the_slots_here_is_refused(
 def test_services_that_are_closed_leave_no_thread_though_slots_found_no_memory(
     device: Device, cuda_simulator: CudaControls
 ) -> None:
-    """While the error is still held."""
+    """The threads end even while the error is held."""
     before = Held.now()
     ends = Ends(device, cuda_simulator, None)
     cuda_simulator.add_fault("cuMemHostAlloc:1=2")

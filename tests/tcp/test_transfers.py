@@ -103,7 +103,7 @@ class TestShapes:
 
     @pytest.mark.parametrize("name", ["a byte", "one of 40 MiB", "blocks in any order", "none"])
     @directions
-    def test_by_several_connections(
+    def test_several_connections_move_the_same_bytes(
         self,
         steady_peer: TcpPeer,
         wide_link: TcpNativeLink,
@@ -130,7 +130,7 @@ class TestShapes:
     @given(data=st.data())
     @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @directions
-    def test_any_sizes(
+    def test_descriptors_of_any_size_move(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, direction: str, data: st.DataObject
     ) -> None:
         some = st.one_of(st.integers(1, 300), st.sampled_from([4096, 8191, 70_000, 300_000]))
@@ -150,7 +150,7 @@ class TestShapes:
         assert np.array_equal(there, expected[1])
 
     @directions
-    def test_a_plan(
+    def test_a_plan_is_executed(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, local: Bytes, direction: str
     ) -> None:
         transfer = Transfer(Rows(DESC, [7, 8, 9, 30, 2, 39]), Rows(DESC, [0, 20, 21, 22, 5, 39]))
@@ -251,7 +251,7 @@ class TestAtOnce:
     def test_both_ends_send_requests(
         self, service: TcpService, steady_peer: TcpPeer, local: Bytes, direction: str
     ) -> None:
-        """Meanwhile the peer does the same with memory of this process."""
+        """The peer transfers memory of this process at the same time."""
         link = steady_peer.link(service)
         size, slot = 8 * MIB, 9
         offered = np.random.default_rng(7).integers(0, 256, size, dtype=np.uint8)
@@ -336,7 +336,7 @@ class TestAtOnce:
         unused[1].close()
 
     def test_a_service_linked_with_itself(self, local: Bytes) -> None:
-        """Both sides of the link are in one service."""
+        """The service has both ends of the link."""
         service = TcpService(threads=2, max_ranges=1)
         source = np.random.default_rng(8).integers(0, 256, 4 * MIB, dtype=np.uint8)
         service.add_range(0, source.ctypes.data, source.nbytes, False, 1)
@@ -352,7 +352,7 @@ class TestAtOnce:
         service.close()
 
     @pytest.mark.parametrize("step", [2**32 - 4096, 2**32, 2**32 + 4096])
-    def test_steps_around_the_maximum_of_a_run(self, local: Bytes, step: int) -> None:
+    def test_steps_around_the_maximum_of_a_run_move(self, local: Bytes, step: int) -> None:
         """The maximum has 32 bits. The gap is only reserved address space."""
         with mmap.mmap(-1, 2 * step + 4096, mmap.MAP_PRIVATE | NORESERVE) as space:
             there = np.frombuffer(space, np.uint8)

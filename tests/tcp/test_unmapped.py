@@ -72,7 +72,7 @@ def check(report: Report, layout: str, page: int, words: str) -> None:
     assert report.unconfirmed[-1][1] == len(spans_of(layout))
 
 
-def check_that_it_works(peer: TcpPeer, link: TcpNativeLink) -> None:
+def check_that_the_link_works(peer: TcpPeer, link: TcpNativeLink) -> None:
     into = np.zeros(PAGE, dtype=np.uint8)
     assert run(peer, link, "get", into, [(0, SIZE, PAGE)]).status == KVN_OK
     assert np.array_equal(into, peer.memory[SIZE:][:PAGE])
@@ -82,8 +82,8 @@ def check_that_it_works(peer: TcpPeer, link: TcpNativeLink) -> None:
 @directions
 @layouts
 @places
-class TestAPageOfIt:
-    def test_of_the_peer(
+class TestUnmappedPage:
+    def test_an_unmapped_page_of_the_peer_is_named(
         self,
         steady_peer: TcpPeer,
         steady_link: TcpNativeLink,
@@ -99,9 +99,9 @@ class TestAPageOfIt:
         report = run(steady_peer, steady_link, direction, local, spans_of(layout))
         steady_peer.run(f"protect(base + {page}, {PAGE}, 'all')")
         check(report, layout, page, "of the peer, which has it registered, but not mapped")
-        check_that_it_works(steady_peer, steady_link)
+        check_that_the_link_works(steady_peer, steady_link)
 
-    def test_here(
+    def test_an_unmapped_page_of_this_process_is_named(
         self,
         steady_peer: TcpPeer,
         steady_link: TcpNativeLink,
@@ -116,10 +116,10 @@ class TestAPageOfIt:
         protect(local.ctypes.data + page, PAGE, "all")
         check(report, layout, page, "local memory: ")
         assert "are not mapped" in report.message
-        check_that_it_works(steady_peer, steady_link)
+        check_that_the_link_works(steady_peer, steady_link)
 
 
-def test_a_read_only_destination(
+def test_a_read_only_destination_is_named(
     steady_peer: TcpPeer, steady_link: TcpNativeLink, local: Bytes
 ) -> None:
     protect(local.ctypes.data, PAGE, "read")
@@ -127,7 +127,7 @@ def test_a_read_only_destination(
     assert report.status == KVN_UNMAPPED
     assert "are not mapped, or not writable" in report.message
     assert (local[:PAGE] == 0xA5).all()
-    check_that_it_works(steady_peer, steady_link)
+    check_that_the_link_works(steady_peer, steady_link)
 
 
 @directions
@@ -149,10 +149,10 @@ def test_others_continue(
     assert np.array_equal(
         local[: page - (1 << 20)], steady_peer.memory[2 * SIZE :][: page - (1 << 20)]
     )
-    check_that_it_works(steady_peer, steady_link)
+    check_that_the_link_works(steady_peer, steady_link)
 
 
-def test_a_mapping_of_a_file_that_became_shorter(
+def test_a_page_after_the_end_of_its_file_is_an_error(
     steady_peer: TcpPeer, steady_link: TcpNativeLink, local: Bytes
 ) -> None:
     """A page after the end of its file would raise SIGBUS when read; here it is an error."""
@@ -175,4 +175,4 @@ def test_a_mapping_of_a_file_that_became_shorter(
         report = executor.run(steady_peer.descriptors("get", local, spans), TIMEOUT_MS)
     steady_peer.remove_range(1)
     assert (report.status, report.failed) == (KVN_UNMAPPED, 1)
-    check_that_it_works(steady_peer, steady_link)
+    check_that_the_link_works(steady_peer, steady_link)

@@ -1,4 +1,4 @@
-"""A user's folder of tests, and what pytest prints of it."""
+"""A user's folder of tests, and the output of pytest in it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from textwrap import dedent
 import pytest
 
 ALREADY_IMPORTED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
-"""What pytest says of a plugin where another pytest runs in the process."""
+"""The warning of pytest about a plugin, if another pytest runs in the process."""
 
 
 class Folder:
-    """A user's folder of tests, run by a pytest of its own with nothing of this project's."""
+    """A user's folder of tests, run by a pytest of its own without the settings of this project."""
 
     def __init__(self, pytester: pytest.Pytester) -> None:
         self.path = pytester.path
@@ -29,7 +29,7 @@ class Folder:
         return file
 
     def run(self, *options: str, code: int = 0) -> str:
-        """What it prints; in this process, which has imported kvplan and NumPy."""
+        """Run pytest in this process, which has imported kvplan and NumPy; return its output."""
         found = self._pytester.runpytest_inprocess(
             "-q", "-p", "no:cacheprovider", "-W", ALREADY_IMPORTED, *options
         )
@@ -37,7 +37,7 @@ class Folder:
         return str(found.stdout)
 
     def run_alone(self, *options: str, **environment: str) -> str:
-        """What it prints, in a process of its own."""
+        """Run pytest in a process of its own, and return its output."""
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options],
             cwd=self.path,
@@ -50,6 +50,6 @@ class Folder:
 
 
 def errors(output: str) -> list[str]:
-    """What pytest has written behind `E`."""
+    """Return the lines that pytest has printed behind `E`."""
     found = re.findall(r"^E(?:   (.*))?$", output, re.MULTILINE)
     return [entry.rstrip() for entry in found]

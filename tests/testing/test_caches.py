@@ -1,4 +1,4 @@
-"""Descriptions, block tables and executed plans, as tests of users make them."""
+"""Descriptions, block tables and executed plans, as users' tests make them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_layouts_without_known_lengths_are_refused() -> None:
     st.floats(0, 1),
     st.integers(0, 3),
 )
-def test_tables_are_of_their_lengths_and_share_no_block(
+def test_tables_have_their_lengths_and_share_no_block(
     seed: int, lengths: list[int], fragmentation: float, reserved: int
 ) -> None:
     total = sum(lengths) + reserved
@@ -81,7 +81,7 @@ def test_tables_are_of_their_lengths_and_share_no_block(
     assert sorted(item for table in tables for item in table) == [*range(reserved, total)]
 
 
-def test_fragmentation_is_how_often_a_run_ends() -> None:
+def test_fragmentation_is_the_frequency_of_ends_of_runs() -> None:
     def steps(fragmentation: float) -> int:
         table = BlockTables(1)(10_000, 500, fragmentation=fragmentation)
         return sum(abs(b - a) == 1 for a, b in itertools.pairwise(table))
@@ -91,7 +91,7 @@ def test_fragmentation_is_how_often_a_run_ends() -> None:
     assert steps(1) < 10
     table = BlockTables(1)(10_000, 500)
     assert any(b - a == -1 for a, b in itertools.pairwise(table))
-    for seed in range(20):  # a run, and no descending one
+    for seed in range(20):  # runs are ascending
         table = BlockTables(seed)(10_000, 50, fragmentation=0)
         assert all(b - a != -1 for a, b in itertools.pairwise(table)), seed
 
@@ -123,7 +123,7 @@ def test_any_plan_is_executed_on_filled_arrays(example: Example) -> None:
     ]
     for found, wanted in zip(moved.dst, example.apply(src, zeros), strict=True):
         assert found.reshape(-1).view(np.uint8).tobytes() == wanted.tobytes()
-    assert all(tensor.all() for tensor in moved.src)  # no element is 0: what is 0 was not written
+    assert all(tensor.all() for tensor in moved.src)  # the source has no 0
     assert [*moved.parts] == [""]
 
 
@@ -135,7 +135,7 @@ def test_arrays_have_the_shape_of_the_cache() -> None:
     np.testing.assert_array_equal(moved.dst[3][2], moved.src[3][1])
 
 
-def test_groups_are_executed_together_and_seen_apart() -> None:
+def test_groups_are_executed_together_and_compared_separately() -> None:
     latent, heads = make_desc("MLA"), make_desc()
     plan = joined(
         {
@@ -149,7 +149,7 @@ def test_groups_are_executed_together_and_seen_apart() -> None:
     np.testing.assert_array_equal(moved.dst[1][2], moved.parts["latent"].src[1][1])
 
 
-def test_a_copy_inside_one_cache() -> None:
+def test_a_copy_inside_one_cache_is_executed() -> None:
     desc = make_desc(blocks=4)
     plan = kvplan.plan(Transfer(Rows(desc, [0, 0]), Rows(desc, [1, 2])))
     arrays = run_reference(plan).src
@@ -157,13 +157,13 @@ def test_a_copy_inside_one_cache() -> None:
     np.testing.assert_array_equal(moved.dst[0][1], moved.src[0][2])
 
 
-def test_observers_are_taken_away_in_any_order() -> None:
+def test_observers_are_removed_in_any_order() -> None:
     desc = make_desc()
     with observe_plans() as outer:
         with observe_plans() as inner:
             one = kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst")
         other = kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [3])), local="dst")
-        assert Plan.from_dict(other.to_dict()) == other  # read, not made
+        assert Plan.from_dict(other.to_dict()) == other  # observers see no read plan
     assert outer == [one, other]
     assert inner == [one]
     assert OBSERVERS == []
@@ -176,14 +176,14 @@ def test_observers_are_taken_away_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("limit", ["max_descriptors", "max_nbytes"])
-def test_any_plan_is_over_a_budget_of_nothing(limit: str) -> None:
+def test_any_plan_exceeds_a_budget_of_zero(limit: str) -> None:
     desc = make_desc()
     plan = kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst")
     assert f"{limit}=0" in Budget(**{limit: 0}).failure([plan])
 
 
 @given(transfers())
-def test_a_written_plan_is_read_again(tmp_path_factory, example: Example) -> None:  # type: ignore[no-untyped-def]
+def test_a_written_plan_is_read_back(tmp_path_factory, example: Example) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path_factory.getbasetemp() / "plan.json"
     plan = example.plan()
     groups = joined({"b": plan, "a": plan})
@@ -193,7 +193,7 @@ def test_a_written_plan_is_read_again(tmp_path_factory, example: Example) -> Non
     assert "\n".join(path.read_text().splitlines()[:2]) == '{\n  "parts": ['
 
 
-def test_golden_plans_without_pytest(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_golden_plans_work_without_pytest(tmp_path) -> None:  # type: ignore[no-untyped-def]
     desc = make_desc()
     plan = kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst")
     with pytest.raises(AssertionError, match="does not exist; the plan of the test is"):
@@ -209,10 +209,8 @@ def test_golden_plans_without_pytest(tmp_path) -> None:  # type: ignore[no-untyp
 @pytest.mark.parametrize(
     "names", [("a:b", "a;b"), ("a b", "a-b"), ("a/b", "a-b"), ("x" * 300 + "1", "x" * 300 + "2")]
 )
-def test_names_that_no_file_can_have_get_a_file_each(
-    tmp_path: Path, names: tuple[str, str]
-) -> None:
-    """By the test as well as by the name that it gives."""
+def test_impossible_names_of_files_get_a_file_each(tmp_path: Path, names: tuple[str, str]) -> None:
+    """The name of the test and the given name may both be impossible names of files."""
     golden = GoldenPlans(tmp_path, "mine", update=True)
     transfers = [
         Transfer(Rows(make_desc(), [number]), Rows(make_desc(), [3])) for number in range(2)
@@ -236,7 +234,7 @@ def test_parameters_and_names_are_kept_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND", "block kv token head dim", "NHD, apart"])
 @pytest.mark.parametrize("other", ["block layer kv token head dim", "block head kv token dim"])
 def test_tokens_of_a_request_compare_between_layouts(layout: str, other: str) -> None:
-    """Blocks of 16 and 8 tokens, and blocks that do not touch."""
+    """The layouts have blocks of 16 and 8 tokens, and blocks with gaps."""
     src = make_desc(layout.partition(",")[0], blocks=8, heads=3, dim=4)
     if "apart" in layout:
         src = replace(src, row_stride=src.row_nbytes + 64)

@@ -1,4 +1,4 @@
-"""The tests that docs/how-to/testing.md shows are run, as a user's file."""
+"""The tests in docs/how-to/testing.md are run as a user's file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def code() -> str:
     return "\n\n".join(block for block in blocks if ">>>" not in block)
 
 
-def test_the_examples_of_the_page_pass_and_fail_as_it_says(pytester: pytest.Pytester) -> None:
+def test_the_examples_of_the_page_pass_and_fail_as_documented(pytester: pytest.Pytester) -> None:
     text = code()
     assert text.count("def test_") == 2
     quiet = "-W", ALREADY_IMPORTED

@@ -36,7 +36,7 @@ def test_a_golden_plan_is_written_compared_and_written_again(folder: Folder) -> 
         f"kvplan: wrote {path.parent / 'test_it+as-parts-1ce332d5.json'}",
     ]
     assert "wrote" not in folder.run()
-    assert "wrote" not in folder.run("--kvplan-update")  # nothing differs
+    assert "wrote" not in folder.run("--kvplan-update")  # the plan is equal
 
     test.write_text(test.read_text().replace("TABLE = [4, 5, 9]", "TABLE = [4, 5, 10]"))
     differs = folder.run(code=1)
@@ -69,8 +69,8 @@ def test_names_of_golden_files(folder: Folder) -> None:
         def test_twice(kvplan_desc, kvplan_golden):
             desc = kvplan_desc()
             one, other = (
-                kvplan.plan(Transfer(Rows(desc, [it]), Rows(desc, [2])), local="dst")
-                for it in (1, 3)
+                kvplan.plan(Transfer(Rows(desc, [block]), Rows(desc, [2])), local="dst")
+                for block in (1, 3)
             )
             kvplan_golden(one)
             kvplan_golden(one)
@@ -91,7 +91,7 @@ def test_names_of_golden_files(folder: Folder) -> None:
     folder.run()
 
 
-def test_parameters_that_look_alike_have_golden_files_of_their_own(folder: Folder) -> None:
+def test_similar_parameters_have_different_golden_files(folder: Folder) -> None:
     folder.write(
         """
         import pytest

@@ -1,4 +1,4 @@
-"""The pytest plugin, as users run it: what failures print, exactly, and what it costs others."""
+"""The pytest plugin as users run it: exact texts of failures, and its cost for other tests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PLANS = """
 """
 
 
-def test_those_who_do_not_use_it_import_nothing_of_kvplan(folder: Folder) -> None:
+def test_tests_without_the_plugin_do_not_import_kvplan(folder: Folder) -> None:
     folder.write("def test_nothing(): assert [1] == [1]")
     folder.write(
         """
         import sys
 
         def pytest_unconfigure():
-            found = {it.partition(".")[0] for it in sys.modules} & {"kvplan", "kvnative", "numpy"}
+            found = {key.partition(".")[0] for key in sys.modules} & {"kvplan", "kvnative", "numpy"}
             print("imported:", sorted(found), "pytest_kvplan" in sys.modules)
         """,
         "conftest.py",
@@ -62,7 +62,7 @@ def test_a_cut_message_begins_with_its_conclusion(folder: Folder) -> None:
     assert "use '-vv' to show" in cut[-1]
 
 
-def test_groups_are_compared_too_and_others_as_pytest_does(folder: Folder) -> None:
+def test_groups_are_compared_and_other_values_as_by_pytest(folder: Folder) -> None:
     folder.write(
         dedent(PLANS)
         + dedent(
@@ -194,7 +194,7 @@ def test_plans_that_engines_make_are_in_the_budget(folder: Folder) -> None:
                 decode.link_clusters([ClusterInfo(1, prefill.listen_address)]).raise_for_status()
                 decode.pull_blocks(BlocksCacheKey(1), mine, [1, 2], [3, 4])
                 decode.run({"one": Transfer(Rows(BlocksCacheKey(1), [1]), Rows(mine, [3]))})
-            print([repr(it) for it in kvplan_plans])
+            print([repr(plan) for plan in kvplan_plans])
         """
     )
     output = folder.run(code=1)
@@ -203,7 +203,7 @@ def test_plans_that_engines_make_are_in_the_budget(folder: Folder) -> None:
     assert "'<Plan pull_groups B2B one: 4 desc," in output
 
 
-def test_block_tables_are_the_same_again_and_printed_on_failure(folder: Folder) -> None:
+def test_block_tables_are_reproducible_and_printed_on_failure(folder: Folder) -> None:
     folder.write(
         """
         def test_it(kvplan_desc, kvplan_block_tables):

@@ -24,7 +24,7 @@ def process_of_owner() -> Iterator[Owner]:
 
 @pytest.fixture
 def renewed_owner(process_of_owner: Owner) -> Owner:
-    """As `owner`, for tests that leave its process as it was but for what `renew` ends there."""
+    """The shared process of `owner`, after `renew`: for tests that leave the process as it was."""
     process_of_owner.run("renew()")
     return process_of_owner
 

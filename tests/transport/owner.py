@@ -1,4 +1,4 @@
-"""A peer that offers its memory: the tests' side of owner_process.py."""
+"""A peer that offers its memory: the tests' side of `owner_process.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.support.peer import Peer
 
 
 class Owner(Peer):
-    """A process with a `transport`."""
+    """A process whose module has a `transport`."""
 
     module = "tests.transport.owner_process"
 

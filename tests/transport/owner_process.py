@@ -1,4 +1,4 @@
-"""What an `Owner` has: a transport over local."""
+"""The names that the process of an `Owner` has: a transport over local."""
 
 import gc
 from typing import Any
@@ -9,15 +9,15 @@ from kvplan.transport.local import LocalTransport
 
 
 def pattern(seed: int, nbytes: int) -> np.ndarray:
-    """Bytes that both processes can make."""
+    """Return bytes that both processes can compute."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 def names() -> dict[str, Any]:
-    """One transport after another."""
+    """Yield the names with a transport that is closed at the end."""
 
     def renew() -> None:
-        """Have a new transport, and nothing that a test has made."""
+        """Replace the transport, and remove every name that a test has made."""
         if "transport" in known:
             known["transport"].close()
         for key in known.keys() - kept:

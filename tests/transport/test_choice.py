@@ -1,4 +1,4 @@
-"""Which transports there are is a table; "auto" takes what works here."""
+"""A table lists the transports; "auto" takes those that work on this machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_without_rdma_ucx_is_not_even_loaded(ucx: Found) -> None:
         pytest.skip("RDMA is here")
     script = """
         from kvplan.transport.choice import make_transports
-        made = [it.name for it in make_transports().made]
+        made = [transport.name for transport in make_transports().made]
         print(made, "libucp" in open("/proc/self/maps").read())
         """
     done = subprocess.run(
@@ -70,7 +70,7 @@ def test_hccl_needs_a_device() -> None:
 
 
 @pytest.mark.parametrize("choice", ["", "rdma", "Local", "local,auto"])
-def test_an_unknown_name(choice: str) -> None:
+def test_an_unknown_name_is_refused(choice: str) -> None:
     with refused(
         LLMStatusCode.LLM_PARAM_INVALID, "must be one of auto, hccl, local, ucx, tcp"
     ) as caught:
@@ -84,7 +84,7 @@ def test_a_name_is_a_str(choice: Any) -> None:
         make_transports(choice)
 
 
-def test_where_none_works_the_reason_is_given() -> None:
+def test_without_a_working_transport_the_error_has_the_reason() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
@@ -99,7 +99,9 @@ def test_where_none_works_the_reason_is_given() -> None:
     ("choice", "why"),
     [("auto", "no UCX library"), ("local", "kvplan.transport=local leaves it out")],
 )
-def test_why_a_transport_is_missing_is_kept_for_peers_that_have_it(choice: str, why: str) -> None:
+def test_the_reason_for_a_missing_transport_is_kept_for_peers_that_have_it(
+    choice: str, why: str
+) -> None:
     made, missing = make_transports(choice)
     assert missing.keys() == {"hccl", "ucx", "tcp"} - {item.name for item in made}
     assert why in missing["ucx"]

@@ -1,4 +1,4 @@
-"""Identity of a peer, and what the system must allow: every refusal says which, and what to do."""
+"""Identity of a peer, and permissions of the system: each error has the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.support.refusals import refused
 from tests.support.rights import DUMPABLE, PID_NAMESPACE, denying, may, needs_root
 from tests.transport.owner import Owner
 
-NOBODY = 65534
+UNPRIVILEGED = 65534
 ARENA = "transport.register(transport.allocate(100))"
 REGISTERED = "memory = np.zeros(100, np.uint8); transport.register(memory)"
-DROP = f"import os; os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)"
+DROP = f"import os; os.setresgid(*[{UNPRIVILEGED}] * 3); os.setresuid(*[{UNPRIVILEGED}] * 3)"
 NO_PROCESS_VM = denying("process_vm_readv", "process_vm_writev")
 HIDE_OTHERS = 'mount -t proc -o hidepid=2 proc /proc && exec "$@"'
 
@@ -39,7 +39,7 @@ def owners(*prefixes: list[str]) -> Iterator[list[Owner]]:
 
 
 def altered(metadata: bytes, **changes: Any) -> bytes:
-    """Metadata with fields like identity__pid replaced."""
+    """Return the metadata with fields like `identity__pid` replaced."""
     document = msgspec.msgpack.decode(metadata)
     for path, value in changes.items():
         section, _, name = path.partition("__")
@@ -54,15 +54,15 @@ def refusal(transport: LocalTransport, metadata: bytes) -> str:
 
 
 def refusal_in(peer: Owner, metadata: bytes) -> str:
-    """The error of `peer` when it connects with `metadata`; "" when it succeeds."""
+    """Return the error of `peer` when it connects with `metadata`, or "" if it succeeds."""
     return str(
         peer.run(f"""
             from kvplan import LLMException
             result = ""
             try:
                 link = transport.connect({metadata!r})
-                it = link.metadata.ranges[0]
-                link.memory([it.address], it.nbytes).check()
+                registered = link.metadata.ranges[0]
+                link.memory([registered.address], registered.nbytes).check()
             except LLMException as error:
                 result = str(error)
         """)
@@ -70,43 +70,49 @@ def refusal_in(peer: Owner, metadata: bytes) -> str:
 
 
 class TestIdentity:
-    def test_another_host(self, owner: Owner, transport: LocalTransport) -> None:
+    def test_a_peer_on_another_host_is_refused(
+        self, owner: Owner, transport: LocalTransport
+    ) -> None:
         elsewhere = "00000000-0000-0000-0000-000000000000"
         message = refusal(transport, altered(owner.metadata(), identity__boot_id=elsewhere))
         assert "another host" in message
         assert elsewhere in message
 
-    def test_another_pid_namespace(self, owner: Owner, transport: LocalTransport) -> None:
+    def test_a_peer_in_another_pid_namespace_is_refused(
+        self, owner: Owner, transport: LocalTransport
+    ) -> None:
         message = refusal(transport, altered(owner.metadata(), identity__pid_namespace=17))
         assert "another PID namespace (17, here" in message
         assert "docker run --pid=container:" in message
 
-    def test_another_time_namespace(self, owner: Owner, transport: LocalTransport) -> None:
+    def test_a_peer_in_another_time_namespace_is_refused(
+        self, owner: Owner, transport: LocalTransport
+    ) -> None:
         message = refusal(transport, altered(owner.metadata(), identity__time_namespace=17))
         assert "another time namespace (17, here" in message
         assert "over tcp" in message
 
-    def test_a_reused_pid(self, owner: Owner, transport: LocalTransport) -> None:
-        """As if the peer had ended and its pid gone to this, later process."""
+    def test_a_reused_pid_is_refused(self, owner: Owner, transport: LocalTransport) -> None:
+        """The peer has ended, and the system has given its pid to this later process."""
         metadata = owner.metadata()
         started = msgspec.msgpack.decode(metadata)["identity"]["start_time"]
         message = refusal(transport, altered(metadata, identity__start_time=started - 100))
         assert f"started at {started} ticks" in message
         assert f"the peer at {started - 100}" in message
 
-    def test_a_zombie(self, owner: Owner, transport: LocalTransport) -> None:
+    def test_a_zombie_is_refused(self, owner: Owner, transport: LocalTransport) -> None:
         metadata = owner.metadata()
         owner.kill()
         assert "has exited" in refusal(transport, metadata)
 
-    def test_a_reaped_process(self, owner: Owner, transport: LocalTransport) -> None:
+    def test_a_reaped_process_is_refused(self, owner: Owner, transport: LocalTransport) -> None:
         metadata = owner.metadata()
         owner.kill()
         owner.process.wait()
         assert "has exited" in refusal(transport, metadata)
 
     @pytest.mark.parametrize("field", ["fd", "inode", "num_slots"])
-    def test_another_generation_table(
+    def test_another_generation_table_is_refused(
         self, owner: Owner, transport: LocalTransport, field: str
     ) -> None:
         metadata = owner.metadata()
@@ -123,20 +129,20 @@ class TestIdentity:
         self, owner: Owner, transport: LocalTransport, changes: dict[str, int]
     ) -> None:
         metadata = altered(owner.metadata(), **changes)
-        refusal(transport, metadata)  # what the first one loads stays
+        refusal(transport, metadata)  # libraries that the first one loads stay
         before = Held.now()
         refusal(transport, metadata)
         assert not before.new().descriptors
         before.check_nothing_new()
 
-    def test_a_name_with_spaces_and_parentheses(self, owner: Owner) -> None:
+    def test_a_process_name_may_have_spaces_and_parentheses(self, owner: Owner) -> None:
         before = identity.start_time(owner.pid)
         owner.run("open('/proc/self/comm', 'w').write(') S 1 (a b)')")
         assert identity.start_time(owner.pid) == before
 
 
 class TestArenas:
-    """An arena that is not what the metadata says, though the peer is."""
+    """An arena that differs from its metadata, although the peer is the right one."""
 
     def memory(self, transport: LocalTransport, metadata: bytes) -> LLMException:
         with transport.connect(metadata) as link, pytest.raises(LLMException) as caught:
@@ -148,7 +154,7 @@ class TestArenas:
         owner.run("memory = transport.register(transport.allocate(8192))")
         return dict(msgspec.msgpack.decode(owner.metadata()))
 
-    def test_unsealed(
+    def test_an_unsealed_arena_is_refused(
         self, owner: Owner, transport: LocalTransport, metadata: dict[str, Any]
     ) -> None:
         fd, inode = owner.run("""
@@ -163,7 +169,7 @@ class TestArenas:
         assert "not sealed" in str(error)
 
     @pytest.mark.parametrize("nbytes", [4096, 8191, 8193])
-    def test_of_another_size(
+    def test_an_arena_of_another_size_is_refused(
         self, transport: LocalTransport, metadata: dict[str, Any], nbytes: int
     ) -> None:
         metadata["ranges"][0]["nbytes"] = 4096
@@ -171,8 +177,10 @@ class TestArenas:
         error = self.memory(transport, msgspec.msgpack.encode(metadata))
         assert "size differs" in str(error)
 
-    def test_of_two_sizes(self, transport: LocalTransport, metadata: dict[str, Any]) -> None:
-        """The second must not be reached through the mapping of the first."""
+    def test_an_arena_with_two_sizes_is_refused(
+        self, transport: LocalTransport, metadata: dict[str, Any]
+    ) -> None:
+        """The second size must not be reached through the mapping of the first."""
         whole = metadata["ranges"][0]
         larger = {"nbytes": 1 << 40}
         metadata["ranges"].append({**whole, **larger, "arena": {**whole["arena"], **larger}})
@@ -182,7 +190,7 @@ class TestArenas:
             with pytest.raises(LLMException, match="size differs"):
                 link.memory([base], 1 << 40)
 
-    def test_deregistered_and_closed(
+    def test_an_arena_that_was_deregistered_is_refused(
         self, owner: Owner, transport: LocalTransport, metadata: dict[str, Any]
     ) -> None:
         owner.run("transport.deregister(memory)")
@@ -191,25 +199,25 @@ class TestArenas:
 
 
 class TestRefusal:
-    """Asked beforehand, in order to choose: the reasons of `connect`, as text."""
+    """`refusal` returns the reasons of `connect` as text, for the choice of a transport."""
 
-    def test_none(self, owner: Owner, transport: LocalTransport) -> None:
+    def test_a_reachable_peer_has_no_refusal(self, owner: Owner, transport: LocalTransport) -> None:
         assert transport.refusal(owner.metadata()) is None
         assert transport.refusal(transport.metadata()) is None
 
-    def test_of_a_dead_peer(self, owner: Owner, transport: LocalTransport) -> None:
+    def test_the_refusal_of_a_dead_peer(self, owner: Owner, transport: LocalTransport) -> None:
         metadata = owner.metadata()
         owner.kill()
         reason = f"process {owner.pid} has exited"
         assert transport.refusal(metadata) == f"peer {owner.pid} cannot be reached: {reason}"
 
-    def test_of_bytes_that_are_not_metadata(self, transport: LocalTransport) -> None:
+    def test_the_refusal_of_bytes_that_are_not_metadata(self, transport: LocalTransport) -> None:
         assert "expected `object`" in str(transport.refusal(b"nothing"))
 
 
 @needs_root
 class TestPermission:
-    """Both sides are processes of their own here, so that they can drop root's rights."""
+    """Each side is a process of its own, so that it can drop the rights of root."""
 
     KINDS = (ARENA, REGISTERED)
 
@@ -221,12 +229,15 @@ class TestPermission:
             assert refusal_in(importer, exporter.metadata()) == ""
 
     @pytest.mark.parametrize("kind", KINDS, ids=["arena", "registered"])
-    def test_another_user(self, kind: str) -> None:
+    def test_a_peer_of_another_user_is_refused(self, kind: str) -> None:
         with owners([], []) as (exporter, importer):
             exporter.run(kind)
             importer.run(DROP, DUMPABLE)
             message = refusal_in(importer, exporter.metadata())
-        assert f"the peer runs as uid 0, this process as {NOBODY}: run both as one user" in message
+        assert (
+            f"the peer runs as uid 0, this process as {UNPRIVILEGED}: run both as one user"
+            in message
+        )
         assert "CAP_SYS_PTRACE" in message
         assert "holds capabilities that this process lacks" in message
 
@@ -240,7 +251,7 @@ class TestPermission:
 
 
 def test_a_link_that_the_system_refuses_leaves_nothing_open(owner: Owner) -> None:
-    """Refused by the probe of memory that is in no arena, when all else was opened."""
+    """The probe of memory outside of arenas fails after everything else was opened."""
     owner.run(REGISTERED)
     connect = f"""
         import pytest
@@ -253,8 +264,8 @@ def test_a_link_that_the_system_refuses_leaves_nothing_open(owner: Owner) -> Non
         result = sorted(before.new().descriptors)
     """
     with owners([]) as (importer,):
-        importer.run(NO_PROCESS_VM, connect)  # what the first one loads stays
-        assert importer.run(connect) == []  # though the error, and its frames, are held
+        importer.run(NO_PROCESS_VM, connect)  # libraries that the first one loads stay
+        assert importer.run(connect) == []  # although the error and its frames are held
 
 
 def test_a_sandbox_without_process_vm(owner: Owner) -> None:
@@ -292,24 +303,24 @@ def test_a_sandbox_does_not_make_address_checks_blind(owner: Owner) -> None:
 
 @needs_namespaces
 class TestNamespaces:
-    def test_a_peer_in_another(self, transport: LocalTransport) -> None:
+    def test_a_peer_in_another_namespace_is_refused(self, transport: LocalTransport) -> None:
         with owners([*PID_NAMESPACE, "--mount-proc"]) as (inner,):
             assert inner.pid == 1
             assert "is in another PID namespace" in refusal(transport, inner.metadata())
 
-    def test_two_in_one(self) -> None:
+    def test_two_peers_in_one_namespace_link(self) -> None:
         with owners([*PID_NAMESPACE, "--mount-proc"]) as (inner,):
             inner.run("from kvplan.transport.local import LocalTransport; other = LocalTransport()")
             inner.run("other.register(other.allocate(100))")
             metadata = inner.run("result = other.metadata()")
             assert refusal_in(inner, metadata) == ""
 
-    def test_a_foreign_proc(self) -> None:
+    def test_a_foreign_proc_is_refused(self) -> None:
         with owners(PID_NAMESPACE) as (inner,):
             inner.run(ARENA)
             assert "--mount-proc" in refusal_in(inner, inner.metadata())
 
-    def test_a_proc_that_hides_others(self, owner: Owner) -> None:
+    def test_a_proc_that_hides_others_is_refused(self, owner: Owner) -> None:
         owner.run(ARENA)
         with owners(["unshare", "--mount", "sh", "-c", HIDE_OTHERS, "sh"]) as (inner,):
             inner.run(DROP)
@@ -373,7 +384,7 @@ class TestRegister:
 
 
 class TestMemory:
-    """Which tensors a link finds."""
+    """The tensors that a link finds in its ranges."""
 
     @pytest.mark.parametrize(
         ("offsets", "nbytes", "found"),
@@ -399,7 +410,7 @@ class TestMemory:
                 link.memory([base, *addresses], [1, nbytes])
         assert "tensor 1" in str(caught.value)
 
-    def test_two_ranges_are_not_one(self, transport: LocalTransport) -> None:
+    def test_a_tensor_across_two_ranges_is_refused(self, transport: LocalTransport) -> None:
         array = np.zeros(200, np.uint8)
         halves = [transport.register(half) for half in (array[:100], array[100:])]
         with transport.connect(transport.metadata()) as link:
@@ -410,7 +421,9 @@ class TestMemory:
     @pytest.mark.parametrize(
         ("addresses", "nbytes"), [([], []), ([1, 2], [1, 2, 3]), ([-1], 1), ([2**64], 1), ([1], 0)]
     )
-    def test_arguments(self, transport: LocalTransport, addresses: Any, nbytes: Any) -> None:
+    def test_wrong_arguments_are_refused(
+        self, transport: LocalTransport, addresses: Any, nbytes: Any
+    ) -> None:
         with (
             transport.connect(transport.metadata()) as link,
             refused(LLMStatusCode.LLM_PARAM_INVALID),
@@ -418,11 +431,11 @@ class TestMemory:
             link.memory(addresses, nbytes)
 
     @pytest.mark.parametrize("addresses", [np.array([1.5]), [1.5], ["1"]])
-    def test_whole_numbers_only(self, transport: LocalTransport, addresses: Any) -> None:
+    def test_addresses_are_whole_numbers(self, transport: LocalTransport, addresses: Any) -> None:
         with transport.connect(transport.metadata()) as link, pytest.raises(TypeError):
             link.memory(addresses, 1)
 
-    def test_only_metadata_of_the_same_transport(self, transport: LocalTransport) -> None:
+    def test_metadata_of_another_transport_is_refused(self, transport: LocalTransport) -> None:
         with LocalTransport() as other:
             foreign = other.metadata()
             link = transport.connect(transport.metadata())

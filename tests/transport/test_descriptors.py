@@ -1,4 +1,4 @@
-"""The socket that sends descriptors of device memory: who gets them, and hostile clients."""
+"""The socket that sends descriptors of device memory: its clients, also hostile ones."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def client(server: DescriptorServer) -> socket.socket:
 
 
 def check_nothing_is_left(server: DescriptorServer, before: Held) -> None:
-    """Fail unless the server has closed all connections but silent ones."""
+    """Check that the server has closed all connections but silent ones."""
     with client(server) as last:
         last.send(b"no request")
-        assert last.recv(1) + last.recv(1) == b"\0"  # it answers one after the other
+        assert last.recv(1) + last.recv(1) == b"\0"  # the server answers requests in order
     before.check_nothing_new()
 
 
@@ -90,7 +90,7 @@ def test_a_link_gets_the_descriptor_of_an_export(
     check_nothing_is_left(server, before)
 
 
-def test_an_end_of_the_link_or_of_the_export_is_an_end(
+def test_unknown_links_and_exports_get_no_descriptor(
     server: DescriptorServer, exported: Exported
 ) -> None:
     for token, number in ((OTHER_TOKEN, 7), (TOKEN, 8), (b"", 7), (TOKEN[:-1], 7)):
@@ -102,7 +102,7 @@ def test_an_end_of_the_link_or_of_the_export_is_an_end(
         asked(server)
 
 
-def test_an_export_that_has_gone(server: DescriptorServer) -> None:
+def test_a_collected_export_is_refused(server: DescriptorServer) -> None:
     gone = export(9, 0)
     server.add(gone)
     del gone
@@ -110,7 +110,7 @@ def test_an_export_that_has_gone(server: DescriptorServer) -> None:
         asked(server, number=9)
 
 
-NO_REQUESTS = [
+INVALID_REQUESTS = [
     TOKEN,
     TOKEN + b"\0" * 15,
     TOKEN + b"\0" * 7 + b"\7" + b"\0" * 9,
@@ -120,11 +120,11 @@ NO_REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize("request_", NO_REQUESTS, ids=len)
-def test_requests_that_are_none(
+@pytest.mark.parametrize("request_", INVALID_REQUESTS, ids=len)
+def test_invalid_requests_are_refused(
     server: DescriptorServer, exported: Exported, request_: bytes
 ) -> None:
-    """Half and long ones, and ones with descriptors that were not asked for."""
+    """Truncated and long requests, and requests that carry descriptors."""
     before = Held.now()
     with client(server) as hostile:
         fds = array.array("i", [hostile.fileno()] * 200)
@@ -138,7 +138,7 @@ NUM_PIECES = 600
 
 
 def numbered(first: int, count: int) -> list[tuple[int, int]]:
-    """Make files that contain their numbers, with sizes that differ, as many as can be open."""
+    """Make files of different sizes that contain their numbers, as many as can be open."""
     if first >= NUM_PIECES:
         raise IndexError(f"first={first} is out of range [0, {NUM_PIECES})")
     made: list[tuple[int, int]] = []
@@ -164,7 +164,7 @@ def pieces(server: DescriptorServer) -> Exported:
 
 
 def check_all(server: DescriptorServer) -> list[int]:
-    """Take all pieces, closing each batch before the next; return the sizes of the batches."""
+    """Take all pieces, closing each batch before the next, and return the sizes of the batches."""
     batches: list[int] = []
     index = 0
     while index < NUM_PIECES:
@@ -189,7 +189,7 @@ def test_more_pieces_than_a_message_holds(server: DescriptorServer, pieces: Expo
 
 
 def test_many_connections_without_a_request(server: DescriptorServer, exported: Exported) -> None:
-    """They delay no other, the oldest are replaced, and all are given up after their time."""
+    """Silent connections do not delay others; the oldest are replaced, and all of them time out."""
     before = Held.now()
     with ExitStack() as stack:
         silent = [stack.enter_context(client(server)) for _ in range(200)]
@@ -218,8 +218,8 @@ def test_clients_that_read_no_answers_or_are_gone(
     check_nothing_is_left(server, before)
 
 
-def test_another_process_at_the_name(exported: Exported) -> None:
-    """What it sends is not taken for the peer's, and is closed."""
+def test_another_process_with_the_name_of_the_socket_is_refused(exported: Exported) -> None:
+    """A descriptor that another process sends is not taken for the peer's, and is closed."""
     with closing(Owner()) as squatter:
         name = squatter.run(
             """
@@ -242,7 +242,7 @@ def test_another_process_at_the_name(exported: Exported) -> None:
 
 
 def test_a_peer_that_accepts_nothing_does_not_delay_a_handshake() -> None:
-    """Its backlog is full, so that another connection would wait."""
+    """The backlog of the peer is full, so that another connection would wait."""
     with ExitStack() as stack:
         hostile = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         hostile.bind("")

@@ -1,4 +1,4 @@
-"""A process that maps memory of a peer, and has few descriptors left."""
+"""A process that maps memory of a peer, and has few free descriptors."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ FEW = """
 
 
 @pytest.mark.parametrize(("what", "local"), [(ARENA, "dst"), (ARENA, "src"), (ARRAY, "src")])
-def test_it_says_which_limit_it_is_and_goes_on_with_more(what: str, local: str) -> None:
-    """Of memory that was registered after the link was made: the link stays."""
+def test_the_error_names_the_limit_and_more_descriptors_help(what: str, local: str) -> None:
+    """The memory was registered after the link was made, and the link stays usable."""
     with closing(Owner()) as owner, closing(Owner()) as receiver:
         owner.run(ARENA)
         receiver.run("link = transport.connect(metadata)", metadata=owner.metadata())

@@ -1,4 +1,4 @@
-"""What ends leases at their deadlines, for transports whose peers do not know this clock."""
+"""`LeaseExpiry` ends leases at their deadlines, for transports whose peers use another clock."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ WAIT_S = 20
 
 
 class Ended:
-    """The leases that were ended, in order, and when."""
+    """The ended leases, in order, with the time of each end."""
 
     def __init__(self) -> None:
         self.leases: SimpleQueue[tuple[tuple[int, int], int]] = SimpleQueue()
-        self.failures = 0  # of the next calls
+        self.failures = 0  # number of next calls that fail
 
     def end(self, slot: int, generation: int) -> None:
         if self.failures:
@@ -52,7 +52,7 @@ def expiry(ended: Ended) -> Iterator[LeaseExpiry]:
 
 
 def test_deadlines_keep_no_memory_of_renewals_and_removed_keys() -> None:
-    """A lease of an hour that is renewed each second, and 20,000 that end before their hour."""
+    """A lease of an hour is renewed 20,000 times, and 20,000 other keys come and go."""
     deadlines: Deadlines[int] = Deadlines()
     deadlines.set(0, HOUR_NS)
     tracemalloc.start()
@@ -74,7 +74,7 @@ def test_deadlines_keep_no_memory_of_renewals_and_removed_keys() -> None:
 
 
 def test_a_thread_that_sleeps_until_the_next_deadline_is_never_late() -> None:
-    """It wakes at the time that it was given, or because `set` says so; keys go without a word."""
+    """The thread wakes at `next_ns`, or if `set` returns True; removing a key wakes nothing."""
     for seed in range(200):
         random, now_ns, wakes_ns = Random(seed), 0, None
         deadlines: Deadlines[int] = Deadlines()
@@ -95,14 +95,14 @@ def test_a_thread_that_sleeps_until_the_next_deadline_is_never_late() -> None:
                 assert wakes_ns <= earliest_ns, f"sleeps too long: {seed=}, {deadlines}"
 
 
-def test_in_the_order_of_their_deadlines_and_not_before(ended: Ended) -> None:
+def test_leases_end_in_the_order_of_their_deadlines_and_not_before(ended: Ended) -> None:
     now = time.monotonic_ns()
-    stands = True  # until all are there, however long that takes
-    expiry = LeaseExpiry(ended.end, NAME, lambda: now if stands else time.monotonic_ns())
+    is_stopped = True  # until all leases are added, however long that takes
+    expiry = LeaseExpiry(ended.end, NAME, lambda: now if is_stopped else time.monotonic_ns())
     deadlines = {(slot, 7): now + slot * MS_NS for slot in (30, 10, 20, 40)}
     for lease, deadline_ns in deadlines.items():
         expiry.add(*lease, deadline_ns)
-    stands = False
+    is_stopped = False
     for slot in (10, 20, 30, 40):
         lease, when = ended.next()
         assert lease == (slot, 7)
@@ -120,7 +120,7 @@ def test_a_lease_whose_deadline_has_passed_has_ended_on_return(
     assert ended.leases.get_nowait()[0] == (2, 3)
 
 
-def test_renewed_and_forgotten_ones_stay(ended: Ended) -> None:
+def test_renewed_and_forgotten_leases_do_not_end(ended: Ended) -> None:
     now = 0
     expiry = LeaseExpiry(ended.end, NAME, lambda: now)
     for slot in (1, 2):
@@ -128,20 +128,20 @@ def test_renewed_and_forgotten_ones_stay(ended: Ended) -> None:
     for _ in range(2):
         expiry.renew(1, 5, HOUR_NS)
     expiry.forget(2, 5)
-    expiry.forget(9, 5)  # nobody's
+    expiry.forget(9, 5)  # an unknown lease
     expiry.add(3, 5, MS_NS + 1)
     now = MS_NS + 1
-    assert ended.next()[0] == (3, 5)  # after both could have been
+    assert ended.next()[0] == (3, 5)  # after both could have ended
     assert ended.leases.empty()
-    expiry.renew(1, 5, MS_NS)  # and back again
+    expiry.renew(1, 5, MS_NS)  # back to its first deadline
     assert ended.next()[0] == (1, 5)
     expiry.close()
 
 
-def test_a_lease_that_ends_before_the_one_that_is_waited_for(
+def test_a_lease_with_an_earlier_deadline_wakes_the_thread(
     ended: Ended, expiry: LeaseExpiry
 ) -> None:
-    """The thread waits for an hour by then: it holds its lock until it waits."""
+    """The thread waits for the later deadline by then: it holds its lock until it waits."""
     now = time.monotonic_ns()
     expiry.add(1, 1, now + 100 * MS_NS)
     expiry.add(2, 1, now + HOUR_NS)

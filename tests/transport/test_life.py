@@ -1,4 +1,4 @@
-"""Whether a peer lives is seen in memory: the kernel marks a word there when its process ends."""
+"""Life of a peer as shared memory shows it: the kernel marks a word when the process ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvnative._process import Peer
 from kvnative._task import Revocable
 
 SLOTS = 4
-WORD = 2 * 8 * SLOTS + 8  # behind the generations, the deadlines and the kernel's list
+WORD = 2 * 8 * SLOTS + 8  # behind the generations, the deadlines and the list for the kernel
 
 OWNER = """
     import os, sys
@@ -35,7 +35,7 @@ OWNER = """
 
 @contextmanager
 def owner(program: str = "") -> Iterator[tuple[subprocess.Popen[str], Peer, bytes]]:
-    """A process that has a generation table, held from here; and a word of the table."""
+    """Yield a process with a generation table, the attached peer, and a word of the table."""
     process = subprocess.Popen(
         [sys.executable, "-c", dedent(OWNER) + dedent(program) + "\nsys.stdin.read()\n"],
         stdin=subprocess.PIPE,
@@ -65,8 +65,8 @@ def test_a_kill_is_seen_as_soon_as_the_process_can_be_waited_for() -> None:
                 peer.check(words)
 
 
-def test_another_program_is_not_the_one_that_lived() -> None:
-    """The word is marked by execve, though the process goes on."""
+def test_a_process_that_executes_another_program_is_refused() -> None:
+    """The kernel marks the word at execve, although the process continues."""
     program = """
         sys.stdin.readline()
         os.execv(sys.executable, [sys.executable, "-c", "print('another', flush=True); input()"])
@@ -100,11 +100,11 @@ def test_a_forked_child_does_not_keep_its_parent_alive() -> None:
 
 
 def test_a_forked_child_has_a_word_of_its_own() -> None:
-    """Its table is another, which outlives the parent's."""
+    """The child has its own table, which outlives the table of the parent."""
     reader, writer = os.pipe()
     own = GenerationTable(SLOTS)
     child = os.fork()
-    if not child:  # no thread of the parent's is there: a new one holds the child's words
+    if not child:  # the child has no thread of its parent: a new one owns the child's words
         table = GenerationTable(SLOTS)
         own.close()
         slot, generation = table.take()
@@ -127,7 +127,7 @@ def test_a_forked_child_has_a_word_of_its_own() -> None:
 
 
 def test_a_kill_is_seen_after_the_oom_killer_has_reaped_the_process() -> None:
-    """It takes private pages from a dying process (`MADV_DONTNEED`) before its threads end."""
+    """The OOM killer takes private pages (`MADV_DONTNEED`) before the threads end."""
     program = f"""
         import ctypes, signal
         libc, head, size = ctypes.CDLL(None), ctypes.c_void_p(), ctypes.c_size_t()
@@ -159,7 +159,7 @@ def word_of(table: GenerationTable) -> ctypes.c_uint32:
 
 
 def test_without_a_word_the_system_is_asked() -> None:
-    """As where no thread could be started, or the kernel knows no robust futexes."""
+    """A table has no word if no thread could start, or if the kernel lacks robust futexes."""
     program = """
         import ctypes
         ctypes.c_uint32.from_address(table.address + 2 * 8 * 4 + 8).value = 0
@@ -191,13 +191,13 @@ def test_a_process_that_ends_is_refused_while_the_system_still_shows_it() -> Non
         assert peer.copy(empty, words, Revocable()) == "refused"
 
 
-def test_a_table_that_is_closed_says_nothing_of_its_owner() -> None:
-    """Then the system is asked, and finds no such descriptor."""
+def test_a_closed_table_is_reported_as_a_closed_transport() -> None:
+    """Without a word the system is asked, and does not find the descriptor of the table."""
     program = "sys.stdin.readline(); table.close(); print('closed', flush=True)"
     with owner(program) as (process, peer, words):
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write("close\n")  # it is held from here by now
+        process.stdin.write("close\n")  # this process has attached the table by now
         process.stdin.flush()
         assert process.stdout.readline() == "closed\n"
         with pytest.raises(ProcessLookupError, match="has closed its transport"):
@@ -232,7 +232,7 @@ NO_SYSTEM_CALLS = """
     for index, number in enumerate(numbers):
         code.append((0x15, len(numbers) - index, 0, number))
     code += [(6, 0, 0, 0x80000000), (6, 0, 0, 0x7FFF0000)]
-    packed = b"".join(struct.pack("HBBI", *it) for it in code)
+    packed = b"".join(struct.pack("HBBI", *instruction) for instruction in code)
     buffer = ctypes.create_string_buffer(packed)
     program = ctypes.create_string_buffer(
         struct.pack("HxxxxxxQ", len(code), ctypes.addressof(buffer))
@@ -247,11 +247,11 @@ NO_SYSTEM_CALLS = """
 
 
 @pytest.mark.parametrize(
-    ("call", "code", "said"),
+    ("call", "code", "output"),
     [("check(words)", 0, "-1\n"), ("check(words) + os.getppid()", -signal.SIGSYS, "")],
     ids=["check", "the filter works"],
 )
-def test_a_check_makes_no_system_call(call: str, code: int, said: str) -> None:
+def test_a_check_makes_no_system_call(call: str, code: int, output: str) -> None:
     with owner() as (process, _, words):
         slot, generation = np.frombuffer(words, np.uint64).tolist()
         files = Path(f"/proc/{process.pid}/fd").iterdir()
@@ -264,7 +264,7 @@ def test_a_check_makes_no_system_call(call: str, code: int, said: str) -> None:
             text=True,
             check=False,
         )
-        assert (done.returncode, done.stdout, done.stderr) == (code, said, "")
+        assert (done.returncode, done.stdout, done.stderr) == (code, output, "")
 
 
 NO_THREADS = """
@@ -276,7 +276,7 @@ NO_THREADS = """
     for index, number in enumerate(numbers):
         code.append((0x15, len(numbers) - index, 0, number))
     code += [(6, 0, 0, 0x7FFF0000), (6, 0, 0, 0x0005000B)]
-    packed = b"".join(struct.pack("HBBI", *it) for it in code)
+    packed = b"".join(struct.pack("HBBI", *instruction) for instruction in code)
     buffer = ctypes.create_string_buffer(packed)
     program = ctypes.create_string_buffer(
         struct.pack("HxxxxxxQ", len(code), ctypes.addressof(buffer))
@@ -292,7 +292,7 @@ NO_THREADS = """
 
 
 def test_a_process_that_can_start_no_thread_has_tables_without_a_word() -> None:
-    """At the second time, too: nothing waits for the thread that did not start."""
+    """The second table does not wait for the thread that did not start."""
     done = subprocess.run(
         [sys.executable, "-c", f"WORD = {WORD}\n" + dedent(NO_THREADS)],
         stdout=subprocess.PIPE,
@@ -303,8 +303,8 @@ def test_a_process_that_can_start_no_thread_has_tables_without_a_word() -> None:
     assert done.stdout == "0 0\n" * 2
 
 
-def test_its_thread_starts_where_libraries_have_much_of_their_own_for_each_thread() -> None:
-    """It lies on the stack, which is small otherwise."""
+def test_the_thread_starts_with_large_thread_local_storage() -> None:
+    """Thread-local memory of libraries lies on the stack of the thread, which is small."""
     program = f"""
         import ctypes
         from kvnative._host import GenerationTable
@@ -312,17 +312,17 @@ def test_its_thread_starts_where_libraries_have_much_of_their_own_for_each_threa
         print(ctypes.c_uint32.from_address(table.address + {WORD}).value != 0)
     """
     settings = {"GLIBC_TUNABLES": "glibc.rtld.optional_static_tls=1000000"}
-    said = subprocess.check_output(
+    output = subprocess.check_output(
         [sys.executable, "-c", dedent(program)], env=os.environ | settings, text=True
     )
-    assert said == "True\n"
+    assert output == "True\n"
 
 
 @pytest.mark.skipif(
     "thread" in os.environ.get("KVPLAN_SANITIZE", ""), reason="it refuses the handler"
 )
-def test_a_kill_while_a_table_is_closed_leaves_no_word_that_says_that_it_lives() -> None:
-    """It is killed as it writes its word: nobody would mark one that is in no list any more."""
+def test_a_kill_while_a_table_is_closed_leaves_no_live_word() -> None:
+    """The kernel marks only words in its list: a killed process must not leave another word set."""
     program = """
         import ctypes, signal
         libc, page = ctypes.CDLL(None), ctypes.c_void_p(table.address & -os.sysconf("SC_PAGESIZE"))
@@ -350,8 +350,8 @@ def test_a_kill_while_a_table_is_closed_leaves_no_word_that_says_that_it_lives()
             peer.check(words)
 
 
-def test_more_tables_than_the_kernel_marks() -> None:
-    """It walks 2048 words; of tables behind them the system is asked."""
+def test_a_kill_is_seen_with_more_tables_than_the_kernel_marks() -> None:
+    """The kernel walks 2048 words; for tables beyond that, the system is asked."""
     program = """
         import resource
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -371,7 +371,7 @@ def test_more_tables_than_the_kernel_marks() -> None:
 
 
 def test_the_child_of_a_fork_without_handlers_has_a_word_of_its_own() -> None:
-    """Of clone(2) or _Fork(3): what the parent knew of its thread is not true of the child."""
+    """After clone(2) or _Fork(3), the parent's state of its thread does not hold in the child."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "_Fork"):
         pytest.skip("glibc before 2.34")

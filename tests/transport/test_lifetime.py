@@ -1,4 +1,4 @@
-"""Memory and processes that end, before a transfer or during one: an error, never a success."""
+"""Memory and processes that end before or during a transfer: an error, never a success."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ ARENA = f"""
     memory = transport.register(arena)
     result = memory.address
 """
-# Mapped by hand, so that it can be unmapped by hand.
+# Mapped and unmapped by hand, far from where the kernel maps the next memory of a process: nothing
+# else may be at the address afterwards.
 REGISTERED = f"""
-    import ctypes
+    import ctypes, os
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
-    address = libc.mmap(None, ctypes.c_size_t({NBYTES}), 3, 0x22, -1, ctypes.c_long(0))
+    hint = ctypes.c_void_p(1 << 45 | int.from_bytes(os.urandom(3), "big") << 20)
+    address = libc.mmap(hint, ctypes.c_size_t({NBYTES}), 3, 0x22, -1, ctypes.c_long(0))
     memory = transport.register((address, {NBYTES}))
     result = memory.address
 """
@@ -69,19 +71,19 @@ def pull(
 def test_memory_with_a_lease_shares_nothing_with_the_same_memory_without(
     owner: Owner, link: LocalLink, setup: str
 ) -> None:
-    """Nor the announcement of its writes, which is checked for each piece of a transfer."""
+    """The two memories also have separate announcements of writes, which each piece checks."""
     word = LeaseWord("local", *owner.run("lease = transport.begin_lease(); result = lease"))
     lease = BlockLease(1, bytes(16), 1, 1, (0,), paged=True, tag="", words=(word,))
     plain = link.memory([link.metadata.ranges[0].address], NBYTES, writable=True)
     local, pool = HostMemory.from_arrays([np.zeros(NBYTES, np.uint8)]), ThreadPool(1)
-    leased = [plain.leased([lease])]  # before the memory without it has been written to
+    leased = [plain.leased([lease])]  # before a write to the memory without the lease
 
     def statuses() -> list[int]:
         leased.append(plain.leased([lease]))
         found = []
         for memory in (plain, *leased):
             work = Descriptors.from_columns(memory.addresses, local.addresses, local.nbytes)
-            with Executor(memory.backend(pool, "put", local)) as moving:
+            with Executor(memory.backend(pool, "put", local, None)) as moving:
                 found.append(moving.run(work, TIMEOUT_MS).status)
         return found
 
@@ -92,9 +94,11 @@ def test_memory_with_a_lease_shares_nothing_with_the_same_memory_without(
 
 @KINDS
 class TestBefore:
-    """What ended before the transfer starts."""
+    """Memory, processes and links that end before the transfer starts."""
 
-    def test_a_dead_peer(self, owner: Owner, link: LocalLink, setup: str) -> None:
+    def test_a_dead_peer_fails_the_transfer(
+        self, owner: Owner, link: LocalLink, setup: str
+    ) -> None:
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
         owner.kill()
         with refused(LLMStatusCode.LLM_LINK_FAILED, f"process {owner.pid} has exited"):
@@ -104,7 +108,7 @@ class TestBefore:
         with refused(LLMStatusCode.LLM_LINK_FAILED, "has exited"):
             link.check()
 
-    def test_a_peer_that_executes_another_program(
+    def test_a_peer_that_executes_another_program_fails_the_transfer(
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         link.check()
@@ -112,14 +116,14 @@ class TestBefore:
         with refused(LLMStatusCode.LLM_LINK_FAILED, "executes another program"):
             pull(link)
 
-    def test_a_transport_that_its_owner_closed(
+    def test_a_transport_that_its_owner_closed_fails_the_transfer(
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         owner.run("transport.close()")
         with refused(LLMStatusCode.LLM_LINK_FAILED, "closed its transport"):
             pull(link)
 
-    def test_a_generation_table_whose_descriptor_is_another_file(
+    def test_a_generation_table_that_is_another_file_fails_the_transfer(
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         owner.run(f"""
@@ -130,13 +134,15 @@ class TestBefore:
         with refused(LLMStatusCode.LLM_LINK_FAILED, "closed its transport"):
             pull(link)
 
-    def test_a_deregistered_range(self, owner: Owner, link: LocalLink, setup: str) -> None:
+    def test_a_deregistered_range_fails_the_transfer(
+        self, owner: Owner, link: LocalLink, setup: str
+    ) -> None:
         pull(link)
         owner.run("transport.deregister(memory)")
         with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "has deregistered"):
             pull(link)
 
-    def test_a_range_that_was_registered_again_at_the_same_address(
+    def test_a_range_that_was_registered_again_fails_the_transfer(
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         owner.run("""
@@ -147,7 +153,7 @@ class TestBefore:
             pull(link)
         pull(link, metadata=owner.metadata())
 
-    def test_between_two_parts_of_a_transfer(
+    def test_a_deregistration_between_two_parts_fails_the_transfer(
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
@@ -159,7 +165,7 @@ class TestBefore:
         with refused(LLMStatusCode.LLM_NOT_YET_LINK, "is closed"):
             memory.check(range(1))
 
-    def test_a_peer_that_exits_between_two_parts(
+    def test_an_exit_between_two_parts_fails_the_transfer(
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
@@ -168,14 +174,16 @@ class TestBefore:
             with refused(LLMStatusCode.LLM_LINK_FAILED, "has exited"):
                 check()
 
-    def test_a_closed_link(self, owner: Owner, link: LocalLink, setup: str) -> None:
+    def test_a_closed_link_fails_the_transfer(
+        self, owner: Owner, link: LocalLink, setup: str
+    ) -> None:
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
         link.close()
         link.close()
         with refused(LLMStatusCode.LLM_NOT_YET_LINK, "is closed"):
             memory.check()
 
-    def test_a_link_that_was_closed_for_a_reason(
+    def test_the_error_of_a_closed_link_has_the_reason_of_its_close(
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
@@ -186,7 +194,7 @@ class TestBefore:
 
 
 class InterruptedLink(LocalLink):
-    """Whose first `close` is interrupted after it has said that it is closed."""
+    """A link whose first `close` is interrupted after it has marked the link as closed."""
 
     is_interrupted = False
 
@@ -216,9 +224,11 @@ def test_a_close_that_was_interrupted_is_finished_by_the_next(owner: Owner, setu
 
 @pytest.mark.parametrize("setup", [REGISTERED], ids=["registered"])
 class TestUnmapped:
-    """Registered memory that its owner unmapped, and forgot to deregister."""
+    """Registered memory that its owner unmapped, but did not deregister."""
 
-    def test_before_linking(self, owner: Owner, transport: LocalTransport, setup: str) -> None:
+    def test_memory_that_was_unmapped_before_the_link_is_an_error(
+        self, owner: Owner, transport: LocalTransport, setup: str
+    ) -> None:
         base = owner.run(setup)
         owner.run(f"libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t({NBYTES}))")
         with (
@@ -228,7 +238,9 @@ class TestUnmapped:
             pull(link)
         assert "remote memory" in str(error.value)
 
-    def test_in_part(self, owner: Owner, link: LocalLink, setup: str) -> None:
+    def test_partly_unmapped_memory_is_an_error(
+        self, owner: Owner, link: LocalLink, setup: str
+    ) -> None:
         pull(link)
         owner.run(f"libc.munmap(ctypes.c_void_p(address + {5 * PAGE}), ctypes.c_size_t({PAGE}))")
         hole = link.metadata.ranges[0].address + 5 * PAGE
@@ -239,10 +251,10 @@ class TestUnmapped:
         assert "remote memory" in str(error.value)
         assert error.value.unconfirmed
 
-    def test_while_bytes_move_after_deregistering(
+    def test_an_unmapping_after_the_deregistration_reports_the_deregistration(
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
-        """The range is gone because its owner was done with it: the error names that reason."""
+        """The error gives the deregistration as the reason, not the unmapping."""
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
         local = np.zeros(NBYTES, dtype=np.uint8)
         with Transfers(1, wrap=lambda backend: limit_bandwidth(backend, NBYTES / 0.2)) as slow:
@@ -259,7 +271,7 @@ class TestUnmapped:
 
 @KINDS
 class TestDuring:
-    """What ends while bytes move: a limited bandwidth holds the transfer open."""
+    """Ends while bytes move: a limited bandwidth holds the transfer open."""
 
     @pytest.mark.parametrize(
         ("end", "code", "message"),
@@ -278,7 +290,7 @@ class TestDuring:
         ],
         ids=["kill", "deregister", "close"],
     )
-    def test_it(
+    def test_the_transfer_fails_with_the_reason(
         self,
         owner: Owner,
         link: LocalLink,
@@ -297,7 +309,7 @@ class TestDuring:
 
 
 class TestThisSide:
-    """Our own memory and process can be at fault as well."""
+    """Errors of this process and its own memory."""
 
     def test_a_forked_child_of_the_owner_is_not_the_owner(self, owner: Owner) -> None:
         answer = owner.run("""
@@ -319,7 +331,7 @@ class TestThisSide:
         assert "closed" in answer
         metadata = owner.metadata()
         with LocalTransport() as transport, transport.connect(metadata) as link:
-            link.check()  # the child's close took nothing down
+            link.check()  # closing the child's copy did not close the link
 
     def test_a_forked_child_of_the_user_is_not_the_user(
         self, owner: Owner, transport: LocalTransport
@@ -329,11 +341,11 @@ class TestThisSide:
             answer = user.run(f"""
                 import os
                 link = transport.connect({owner.run(ARENA) and owner.metadata()!r})
-                it = link.metadata.ranges[0]
-                memory = link.memory([it.address], it.nbytes)
+                span = link.metadata.ranges[0]
+                memory = link.memory([span.address], span.nbytes)
                 end, other_end = os.pipe()
                 if os.fork() == 0:
-                    for call in (memory.check, link.check, lambda: link.memory([it.address], 1)):
+                    for call in (memory.check, link.check, lambda: link.memory([span.address], 1)):
                         try:
                             call()
                         except Exception as error:
@@ -349,7 +361,7 @@ class TestThisSide:
             user.close()
         assert answer.count("forked child") == answer.count("LLM_FAILED") == 3
 
-    def test_a_link_that_is_closed_while_bytes_move(
+    def test_a_link_that_closes_while_bytes_move_fails_the_transfer(
         self, owner: Owner, transport: LocalTransport
     ) -> None:
         owner.run(ARENA)
@@ -364,13 +376,13 @@ class TestThisSide:
             with refused(code, "is closed"):
                 task.wait(timeout_ms=30_000)
 
-    def test_a_closed_transport(self, transport: LocalTransport) -> None:
+    def test_a_closed_transport_refuses_and_releases(self, transport: LocalTransport) -> None:
         growing = bytearray(10)
         registration = transport.register(growing)
         metadata = transport.metadata()
         transport.close()
         transport.close()
-        growing.append(1)  # nothing holds it where it is
+        growing.append(1)  # nothing pins its address any more
         for act in (
             transport.metadata,
             lambda: transport.register(bytearray(10)),

@@ -1,4 +1,4 @@
-"""The transport's objects: what they show of themselves, and what happens without descriptors."""
+"""Objects of the local transport: their repr, and errors without free descriptors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def no_descriptors() -> Iterator[None]:
     ],
     ids=["allocate", "register"],
 )
-def test_without_a_free_descriptor_it_is_an_error_of_the_interface(
+def test_without_a_free_descriptor_calls_raise_an_error_of_the_interface(
     transport: LocalTransport, call: Callable[[LocalTransport], object]
 ) -> None:
     with (

@@ -1,4 +1,4 @@
-"""What a `LocalTransport` and its links hold, and give back."""
+"""Resources that a `LocalTransport` and its links hold, and release."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_registered_memory_is_held_until_it_is_deregistered(transport: LocalTran
     with pytest.raises(BufferError):
         growing.append(1)
     transport.deregister(registration)
-    transport.deregister(registration)  # a second time is fine
+    transport.deregister(registration)  # a second call is allowed
     growing.append(1)
     arena = transport.allocate(10)
     registration = transport.register(memoryview(arena)[3:5])
@@ -56,7 +56,7 @@ def test_memory_that_is_refused_is_not_held_with_the_error(
         message = "past the file's end"
         with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
             transport.register(mapped)
-        mapped.close()  # BufferError: something holds it
+        mapped.close()  # raises BufferError if the error holds the memory
 
 
 def test_mappings_outlive_a_closed_link_as_long_as_they_are_used(
@@ -109,7 +109,7 @@ def test_nothing_is_left_of_a_hundred_refusals(owner: Owner, transport: LocalTra
     before.check_nothing_new()
 
 
-def test_the_number_of_registrations() -> None:
+def test_max_registrations_is_checked() -> None:
     for number in (0, 2**24 + 1):
         with refused("LLM_PARAM_INVALID", rf"max_registrations={number} .* \[1, 16777216\]"):
             LocalTransport(max_registrations=number)
@@ -117,7 +117,7 @@ def test_the_number_of_registrations() -> None:
         LocalTransport(max_registrations="a")  # type: ignore[arg-type]
 
 
-def test_every_slot_taken() -> None:
+def test_memory_beyond_the_last_slot_is_refused() -> None:
     with LocalTransport(max_registrations=2) as transport:
         held = [transport.register(bytearray(8)) for _ in range(2)]
         with refused(LLMStatusCode.LLM_OUT_OF_MEMORY, "all 2 slots .* more max_registrations"):
@@ -125,7 +125,7 @@ def test_every_slot_taken() -> None:
         memory = bytearray(8)
         with pytest.raises(LLMException) as caught:
             transport.register(memory)
-        memory.extend(b"more")  # not held, though its refusal is
+        memory.extend(b"more")  # is released, although the error is held
         assert "all 2 slots" in str(caught.value)
         transport.deregister(held[0])
         transport.register(bytearray(8))

@@ -1,4 +1,4 @@
-"""Memory that is allocated: no more than there is, unless asked, and present at once if asked."""
+"""Allocations: limited to the available memory by default, and populated at once on request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def transport() -> Iterator[LocalTransport]:
         yield local_transport
 
 
-def test_more_than_there_is_is_refused(transport: LocalTransport) -> None:
+def test_more_than_the_available_memory_is_refused(transport: LocalTransport) -> None:
     limit = memory_limit()
     assert limit is not None
     for allocate in (
@@ -52,7 +52,7 @@ def test_more_than_there_is_is_refused(transport: LocalTransport) -> None:
             assert part in str(caught.value)
 
 
-def test_more_than_there_is_can_be_asked_for(transport: LocalTransport) -> None:
+def test_more_than_the_available_memory_is_allocated_on_request(transport: LocalTransport) -> None:
     asked = {"kvplan.allow_overcommit": "1"}
     assert transport.allocate(FAR_TOO_MUCH, allow_overcommit=True).nbytes == FAR_TOO_MUCH
     assert registry(transport, **asked).allocate(HUGE, paged=True)
@@ -86,7 +86,7 @@ NONE = "9223372036854771712"
             GIB,
             "cgroup /a",
         ),
-        # In a container: the path is the host's, or outside of what it sees.
+        # In a container the path is that of the host, or outside of the visible tree.
         ("0::/a/b\n", {f"{V2}/memory.max": f"{GIB}"}, 2 * GIB, "cgroup /"),
         ("0::/../a\n", {f"{V2}/memory.max": f"{GIB}"}, 2 * GIB, "cgroup /"),
         (
@@ -133,7 +133,7 @@ def test_a_system_may_leave_sizes_out(tmp_path: Path, meminfo: str, nbytes: int 
 
 @pytest.fixture
 def small_cgroup() -> Iterator[Path]:
-    """A cgroup of 256 MiB, where this process may make one."""
+    """A cgroup of 256 MiB, if this process may make one."""
     folder = Path("/", V1)
     limits = {"memory.limit_in_bytes": 256 << 20, "memory.memsw.limit_in_bytes": 256 << 20}
     if not folder.exists():
@@ -145,7 +145,7 @@ def small_cgroup() -> Iterator[Path]:
         pytest.skip(f"no cgroup can be made here: {error}")
     try:
         for name, nbytes in limits.items():
-            if (folder / name).exists():  # what is about swap may not be
+            if (folder / name).exists():  # the files about swap may be missing
                 (folder / name).write_text(str(nbytes))
         yield folder
     except OSError as error:

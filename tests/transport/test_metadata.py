@@ -1,4 +1,4 @@
-"""Metadata comes from outside: whatever it is, it is read in full or refused with a reason."""
+"""Metadata is external input: it is decoded in full or refused with a reason."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_transport_publishes_its_identity(transport: LocalTransport) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_bytes_that_mean_nothing(blob: bytes) -> None:
+def test_other_bytes_are_refused(blob: bytes) -> None:
     assert refusal(blob)
 
 
@@ -155,7 +155,7 @@ plain_values = st.recursive(
 
 
 @given(plain_values)
-def test_messagepack_that_means_nothing(value: Any) -> None:
+def test_other_messagepack_is_refused(value: Any) -> None:
     assert "peer metadata" in refusal(msgspec.msgpack.encode(value))
 
 
@@ -225,7 +225,7 @@ def test_every_field_is_checked(path: str) -> None:
         document = msgspec.msgpack.decode(EXAMPLE.to_bytes())
         FIELDS[path](document)[name] = wrong
         message = refusal(msgspec.msgpack.encode(document))
-        assert name in message or "handle is" in message  # of an allocation without a descriptor
+        assert name in message or "handle is" in message  # an allocation without a descriptor
     for change in (lambda value: value.pop(name), lambda value: value.update(unknown=1)):
         document = msgspec.msgpack.decode(EXAMPLE.to_bytes())
         change(FIELDS[path](document))
@@ -245,7 +245,9 @@ def test_every_field_is_checked(path: str) -> None:
         ("generation", True, "generation is True; expected `int`"),
     ],
 )
-def test_fields_that_must_fit_each_other(field: str, value: Any, message: str) -> None:
+def test_fields_that_contradict_each_other_are_refused(
+    field: str, value: Any, message: str
+) -> None:
     document = msgspec.msgpack.decode(EXAMPLE.to_bytes())
     document["ranges"][0][field] = value
     assert message in refusal(msgspec.msgpack.encode(document))
@@ -263,7 +265,7 @@ def of_allocation(ref: AllocationRef) -> dict[str, Any]:
         (0, "allocation", of_allocation(EXPORTED), "arena and allocation are both given"),
     ],
 )
-def test_ranges_that_must_fit_their_allocation(
+def test_ranges_that_contradict_their_allocation_are_refused(
     place: int, field: str, value: object, message: str
 ) -> None:
     document = msgspec.msgpack.decode(EXAMPLE.to_bytes())
@@ -281,7 +283,7 @@ def test_ranges_that_must_fit_their_allocation(
         (1, "device", "0" * 31, "expected `str` matching"),
     ],
 )
-def test_allocations_that_must_fit_themselves(
+def test_allocations_that_contradict_themselves_are_refused(
     place: int, field: str, value: object, message: str
 ) -> None:
     document = msgspec.msgpack.decode(EXAMPLE.to_bytes())
@@ -312,7 +314,7 @@ def test_the_device_is_a_uuid() -> None:
     ],
     ids=["open", "deep", "nested", "long", "twice", "encoding", "empty", "large", "terminal"],
 )
-def test_hostile_documents(blob: bytes) -> None:
+def test_hostile_documents_are_refused(blob: bytes) -> None:
     message = refusal(blob)
     assert len(message) < 500
     assert message.isprintable()
@@ -327,12 +329,12 @@ def test_hostile_documents(blob: bytes) -> None:
         {"schema": "kvplan.local 6"},
     ],
 )
-def test_another_schema(change: dict[str, Any]) -> None:
+def test_another_schema_is_refused(change: dict[str, Any]) -> None:
     document = {**msgspec.msgpack.decode(EXAMPLE.to_bytes()), **change}
     assert "this kvplan reads 'kvplan.local 9'" in refusal(msgspec.msgpack.encode(document))
 
 
-def test_bytes_only() -> None:
+def test_only_bytes_are_accepted() -> None:
     with pytest.raises(TypeError, match="must be bytes, not str"):
         Metadata.from_bytes("{}")  # type: ignore[arg-type]
 

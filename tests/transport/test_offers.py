@@ -15,7 +15,7 @@ from tests.support.refusals import refused
 def test_memory_that_one_transport_refuses_is_offered_by_none(
     local: int, tcp: int, *, over_tcp_first: bool
 ) -> None:
-    """Whichever refuses it, at its second range or at its third."""
+    """Each transport refuses once at its second range, and once at its third."""
     with LocalTransport(max_registrations=local) as one, TcpTransport(max_registrations=tcp) as two:
         both = [two, one] if over_tcp_first else [one, two]
         ranges = [bytearray(4096) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Pages of peers' arenas that are mapped here are populated, as long as they are mapped."""
+"""Pages of peers' arenas that are mapped here are populated while they are mapped."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ DEADLINE_S = 60.0  # only a hanging test reaches it
 
 
 def twin_of(arena: Arena) -> Arena:
-    """Mapped a second time, as a peer does."""
+    """Map the arena a second time, as a peer does."""
     return Arena.of_peer(os.getpid(), arena.fd, arena.inode, arena.nbytes, writable=True)
 
 
 def wait_until_done() -> None:
-    """The thread ends when nothing is left to do."""
+    """Wait until the thread has ended, as it does when its work is done."""
     for thread in threading.enumerate():
         if thread.name == "kvplan-pages":
             thread.join(DEADLINE_S)
@@ -67,7 +67,7 @@ def test_existing_pages_are_mapped_and_the_thread_ends(pages: BackgroundPages) -
     assert [smaps_of(twin.address)["Rss"] for twin in twins] == [mmap.PAGESIZE, 5 * CHUNK, 3 * MIB]
 
 
-def test_no_thread_where_nothing_is_to_do(pages: BackgroundPages) -> None:
+def test_without_work_no_thread_starts(pages: BackgroundPages) -> None:
     pages.cancel(object())
     assert "kvplan-pages" not in {thread.name for thread in threading.enumerate()}
 
@@ -81,8 +81,8 @@ def test_pages_that_the_owner_fills_later_are_mapped_later(pages: BackgroundPage
     assert smaps_of(twin.address)["Rss"] == 2 * CHUNK
 
 
-def test_holes_are_looked_at_less_often_the_longer_nothing_comes() -> None:
-    """The pass behind one that has found something counts as the first that has not."""
+def test_passes_over_holes_become_rarer_while_nothing_is_found() -> None:
+    """The pass after a pass that found pages counts as the first that found none."""
     arena = Arena(2 * CHUNK)
     np.frombuffer(arena, np.uint8)[:CHUNK] = 1
     twin = twin_of(arena)
@@ -95,7 +95,7 @@ def test_holes_are_looked_at_less_often_the_longer_nothing_comes() -> None:
     assert smaps_of(twin.address)["Rss"] == CHUNK
 
 
-def test_when_it_is_cancelled_nothing_holds_the_mapping(pages: BackgroundPages) -> None:
+def test_a_cancelled_arena_releases_its_mapping(pages: BackgroundPages) -> None:
     arena = Arena(64 * CHUNK, prefault=True, pages="small")
     for _ in range(5):
         owner, twin = object(), twin_of(arena)
@@ -105,7 +105,7 @@ def test_when_it_is_cancelled_nothing_holds_the_mapping(pages: BackgroundPages) 
         assert num_mappings(arena.inode) == 1, "its owner's"
 
 
-def test_an_arena_that_goes_is_forgotten(pages: BackgroundPages) -> None:
+def test_a_collected_arena_is_forgotten(pages: BackgroundPages) -> None:
     holes = Arena(CHUNK)
     twin = twin_of(holes)
     pages.add(twin, owner=None)
@@ -114,7 +114,7 @@ def test_an_arena_that_goes_is_forgotten(pages: BackgroundPages) -> None:
     assert num_mappings(holes.inode) == 1
 
 
-def test_the_others_go_on_when_one_is_cancelled(pages: BackgroundPages) -> None:
+def test_cancelling_one_arena_does_not_stop_the_others(pages: BackgroundPages) -> None:
     arenas = [Arena(8 * CHUNK, prefault=True, pages="small") for _ in range(4)]
     twins = [twin_of(arena) for arena in arenas]
     owners = [object() for _ in twins]
@@ -156,7 +156,7 @@ def test_jobs_of_a_cancelled_owner_are_dropped(pages: BackgroundPages) -> None:
     assert done == [3]
 
 
-def test_a_job_that_is_being_done_is_waited_for(pages: BackgroundPages) -> None:
+def test_cancel_waits_for_a_running_job(pages: BackgroundPages) -> None:
     begun, go_on, done = threading.Event(), threading.Event(), []
 
     def job() -> None:
@@ -187,7 +187,7 @@ def test_a_signal_handler_may_come_at_any_line(pages: BackgroundPages) -> None:
     def handler(frame: FrameType, event: str, argument: object) -> TraceFunction:
         sys.settrace(None)
         here = frame.f_code.co_filename == BackgroundPages.cancel.__code__.co_filename
-        if here and len(handled) < MAX_PREMAPPED_ARENAS // 4:  # with more, jobs are not done
+        if here and len(handled) < MAX_PREMAPPED_ARENAS // 4:  # more would starve the jobs
             pages.submit(partial(done.append, len(handled)), owner=4)
             handled.append(twin_of(arena))
             pages.add(handled[-1], owner=4)
@@ -212,8 +212,8 @@ def test_a_signal_handler_may_come_at_any_line(pages: BackgroundPages) -> None:
     assert {smaps_of(item.address)["Rss"] for item in handled} == {CHUNK}
 
 
-def test_a_job_that_is_done_is_not_held(pages: BackgroundPages) -> None:
-    """It holds its link: that shall not wait for what is due next, which may take 10 s."""
+def test_a_finished_job_is_released(pages: BackgroundPages) -> None:
+    """A job holds its link, which must not wait up to 10 s for the next job."""
 
     class Job:
         def __call__(self) -> None:
@@ -230,7 +230,7 @@ def test_a_job_that_is_done_is_not_held(pages: BackgroundPages) -> None:
 
     pages.submit(first, owner=None)
     assert begun.wait(DEADLINE_S)
-    twin = twin_of(arena := Arena(CHUNK))  # holes, so that the thread waits
+    twin = twin_of(arena := Arena(CHUNK))  # has holes, so that the thread waits
     pages.add(twin, owner=None)
     pages._tasks[0].due = time.monotonic() + DEADLINE_S
     pages.submit(job, owner=None)
@@ -254,19 +254,19 @@ def test_an_arena_that_fails_in_another_way_is_given_up(
     assert len([record for record in caplog.records if record.exc_info]) == 1
 
 
-def test_many_whose_huge_pages_are_made_leave_room_for_others(
+def test_many_arenas_with_huge_pages_leave_room_for_others(
     pages: BackgroundPages, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG", "kvplan")
     arenas = [
         Arena(4096) for _ in range(MAX_PREMAPPED_ARENAS + 1)
-    ]  # too small for one: all is done
+    ]  # smaller than a huge page: the whole range is populated
     for arena in arenas:
         pages.add(arena, owner=None, collapse=True)
     assert not [message for message in caplog.messages if "at their first use" in message]
 
 
-def test_a_process_has_one_thread_however_many_ask_at_once() -> None:
+def test_concurrent_callers_share_one_thread() -> None:
     program = """
         import sys, threading
         from kvplan.transport.pages import background_pages
@@ -276,8 +276,8 @@ def test_a_process_has_one_thread_however_many_ask_at_once() -> None:
             together.wait()
             found.append(background_pages())
         threads = [threading.Thread(target=ask) for _ in range(8)]
-        for it in threads: it.start()
-        for it in threads: it.join()
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
         assert len(set(map(id, found))) == 1
     """
     for _ in range(5):
@@ -318,11 +318,11 @@ def test_background_pages_can_be_closed_at_any_time(pages: BackgroundPages) -> N
     assert smaps_of(twin.address)["Rss"] <= arena.nbytes
 
 
-def test_a_forked_child_has_its_own() -> None:
+def test_a_forked_child_has_its_own_thread() -> None:
     ours = background_pages()
     pid = os.fork()
     if pid == 0:
-        ours.close()  # the parent's: nothing happens
+        ours.close()  # the copy of the parent: `close` does nothing
         os._exit(0 if background_pages() is not ours else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
@@ -368,7 +368,7 @@ def test_a_link_populates_the_arenas_that_it_has_mapped(
     assert num_mappings(inode) == 0
 
 
-def test_nothing_is_populated_where_that_is_off(owner: Owner) -> None:
+def test_nothing_is_populated_if_the_option_is_off(owner: Owner) -> None:
     address, _ = owner.run(FILLED.format(nbytes=CHUNK))
     with LocalTransport(populate="off") as off, off.connect(owner.metadata()) as link:
         memory = link.memory([address], CHUNK)
@@ -397,7 +397,7 @@ def test_a_peer_that_is_killed_meanwhile_does_no_harm(
     with transport.connect(owner.metadata()) as link:
         memory = link.memory([address], nbytes)
         owner.kill()
-        wait_until_done()  # its memory is there as long as it is mapped
+        wait_until_done()  # the memory stays while it is mapped
         (arena,) = link.mapped()
         assert smaps_of(arena.address)["Rss"] == nbytes
         with refused(LLMStatusCode.LLM_LINK_FAILED):
@@ -406,6 +406,6 @@ def test_a_peer_that_is_killed_meanwhile_does_no_harm(
     assert num_mappings(inode) == 0
 
 
-def test_another_word_is_refused() -> None:
+def test_an_unknown_option_is_refused() -> None:
     with refused(LLMStatusCode.LLM_PARAM_INVALID, "populate='later' must be one of background"):
         LocalTransport(populate="later")

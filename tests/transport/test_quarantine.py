@@ -1,4 +1,4 @@
-"""Memory that a peer may still write to stays held, and each slot has one registration or lease."""
+"""Memory that a peer may still write to stays held; a slot has one registration or lease."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEADLINE_S = 30
 
 
 class Memory:
-    """Memory that says when it is released."""
+    """Memory that records its release."""
 
     def __init__(self, name: str, released: SimpleQueue[str]) -> None:
         self.name = name
@@ -30,7 +30,7 @@ def test_memory_is_held_until_no_peer_writes() -> None:
     assert next(answers, None) is None
 
 
-def test_a_question_that_fails_holds_its_memory_and_no_other(
+def test_a_check_that_fails_holds_only_its_own_memory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     quarantine, released = Quarantine(), SimpleQueue[str]()
@@ -53,7 +53,7 @@ def test_a_question_that_fails_holds_its_memory_and_no_other(
 
 def test_no_slot_is_a_registration_and_a_lease() -> None:
     slots = Slots(3, 8, 2)
-    for _ in range(2):  # all are free again
+    for _ in range(2):  # the second time, all slots are free again
         taken = [slots.take() for _ in range(3)]
         leases = [slots.take(is_lease=True) for _ in range(2)]
         assert {slot for slot, _ in taken} == {0, 1, 2}

@@ -1,4 +1,4 @@
-"""Slots of registrations and leases, beside a model that is a dict."""
+"""Slots of registrations and leases, compared with a model that is a dict."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class TestOverlap:
             with pytest.raises(LLMException, match="src and dst overlap"):
                 kvplan.execute(plan, [memory], target)
 
-    def test_disjoint_blocks_are_fine(
+    def test_disjoint_blocks_are_copied(
         self, transport: LocalTransport, make: Callable[[LocalTransport], np.ndarray]
     ) -> None:
         memory = make(transport)
@@ -74,7 +74,7 @@ class TestOverlap:
 
 
 class TestArenaPart:
-    """Two engines in one process: as between two, by a plain copy, and as safe."""
+    """Two engines in one process copy directly, and as safely as between two processes."""
 
     PLAN = kvplan.plan(
         Transfer(Rows(DESC, range(BLOCKS)), Rows(DESC, range(BLOCKS)[::-1])), local="dst"
@@ -88,7 +88,7 @@ class TestArenaPart:
             view[:] = pattern(1, DESC.nbytes)
             link = transport.connect(other.metadata(()))
             memory = link.memory([part.address], DESC.nbytes, metadata=other.metadata([part]))
-            assert memory.backend(ThreadPool(1), "get", memory) is None
+            assert memory.backend(ThreadPool(1), "get", memory, None) is None
             assert memory.addresses.tolist() == [part.address]
             local = np.zeros(DESC.nbytes, np.uint8)
             kvplan.execute(self.PLAN, memory, [local])

@@ -1,4 +1,4 @@
-"""Bytes between two processes, one of which only sits in a read on a pipe."""
+"""Transfers between two processes, one of which only waits in a read on a pipe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REGISTERED = f"""
     memory = np.zeros({TENSORS * TENSOR}, dtype=np.uint8)
     registration = transport.register(memory)
 """
-# Half of the tensors' bytes here and half there: reached by address, since that is one way for all.
+# Half of the bytes in arenas and half in registered memory: both are reached by address.
 MIXED = f"""
     arena = transport.allocate({TENSOR})
     first = np.frombuffer(arena, dtype=np.uint8)
@@ -56,7 +56,7 @@ def tensors(seed: int) -> list[np.ndarray]:
 
 
 def after_transfer(src: list[np.ndarray], dst: list[np.ndarray]) -> list[np.ndarray]:
-    """What SRC -> DST leaves, by NumPy alone."""
+    """Return the destination after the transfer, computed by NumPy alone."""
     for s, d in zip(src, dst, strict=True):
         d.reshape(BLOCKS, BLOCK)[DST] = s.reshape(BLOCKS, BLOCK)[SRC]
     return dst
@@ -64,7 +64,9 @@ def after_transfer(src: list[np.ndarray], dst: list[np.ndarray]) -> list[np.ndar
 
 @pytest.mark.parametrize("setup", [ARENA, REGISTERED], ids=["arena", "registered"])
 class TestOneKind:
-    def test_pull(self, owner: Owner, transport: LocalTransport, setup: str) -> None:
+    def test_a_pull_moves_the_bytes(
+        self, owner: Owner, transport: LocalTransport, setup: str
+    ) -> None:
         owner.run(setup)
         base = owner.run(FILL)
         with transport.connect(owner.metadata()) as link:
@@ -74,7 +76,9 @@ class TestOneKind:
         for found, expected in zip(local, after_transfer(tensors(1), tensors(2)), strict=True):
             np.testing.assert_array_equal(found, expected)
 
-    def test_push(self, owner: Owner, transport: LocalTransport, setup: str) -> None:
+    def test_a_push_moves_the_bytes(
+        self, owner: Owner, transport: LocalTransport, setup: str
+    ) -> None:
         owner.run(setup)
         base = owner.run(FILL)
         with transport.connect(owner.metadata()) as link:
@@ -101,7 +105,7 @@ class TestOneKind:
     def test_a_stopped_owner_does_not_delay_a_transfer(
         self, owner: Owner, transport: LocalTransport, setup: str
     ) -> None:
-        """One-sided, proven: no instruction of the owner can run."""
+        """The owner cannot execute any instruction, so the transfer is one-sided."""
         owner.run(setup)
         base = owner.run(FILL)
         with transport.connect(owner.metadata()) as link:
@@ -129,10 +133,10 @@ def test_arenas_need_no_system_call_and_registered_memory_does(
     bases = [owner.run(setup, "result = memory.ctypes.data") for setup in (ARENA, REGISTERED)]
     with transport.connect(owner.metadata()) as link:
         arena, registered = (tensors_of(link, base, writable=False) for base in bases)
-        assert arena.backend(pool, "get", registered) is None
-        backend = registered.backend(pool, "get", arena)
+        assert arena.backend(pool, "get", registered, None) is None
+        backend = registered.backend(pool, "get", arena, None)
         assert backend is not None
-        assert registered.backend(pool, "get", arena) is backend
+        assert registered.backend(pool, "get", arena, None) is backend
         assert backend.name == "process"
         np.testing.assert_array_equal(registered.addresses[1:] - registered.addresses[:-1], TENSOR)
         assert registered.addresses[0] == bases[1]
@@ -142,7 +146,7 @@ def test_arenas_need_no_system_call_and_registered_memory_does(
 def test_overlapping_local_tensors_are_refused_as_a_destination(
     owner: Owner, transport: LocalTransport, setup: str
 ) -> None:
-    """Which of the peer's bytes would win is not defined, though those do not overlap."""
+    """The result would depend on the order, although the peer's tensors do not overlap."""
     owner.run(setup)
     base = owner.run(FILL)
     whole = np.zeros(TENSORS * TENSOR, dtype=np.uint8)

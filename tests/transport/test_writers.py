@@ -1,7 +1,8 @@
-"""Which of several peers that write are waited for, and how long."""
+"""Peers that still write: which of them a deregistration waits for, and how long."""
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -11,7 +12,7 @@ from kvplan.transport.announced import Tickets, Writers
 
 
 class Peer:
-    """A peer whose writes last until a moment each."""
+    """A peer with writes that last until given moments."""
 
     def __init__(self) -> None:
         self.ends_at = [float("inf")]
@@ -21,7 +22,7 @@ class Peer:
         return frozenset({(number, 1) for number, end in enumerate(self.ends_at) if now < end})
 
 
-def test_a_peer_that_goes_on_is_waited_for_beside_one_that_made_no_progress(
+def test_a_running_peer_is_waited_for_beside_a_stopped_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     writers, stopped, going = Writers(Peer.read), Peer(), Peer()
@@ -34,7 +35,7 @@ def test_a_peer_that_goes_on_is_waited_for_beside_one_that_made_no_progress(
     assert not late.are_writing()
 
 
-def test_a_new_write_is_waited_for_beside_one_of_the_same_peer_that_made_no_progress(
+def test_a_new_write_is_waited_for_beside_a_stopped_write_of_the_same_peer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     writers, peer = Writers(Peer.read), Peer()
@@ -50,7 +51,7 @@ def test_a_new_write_is_waited_for_beside_one_of_the_same_peer_that_made_no_prog
     assert not late.are_writing()
 
 
-def test_the_longer_a_wait_takes_the_less_often_it_looks() -> None:
+def test_a_long_wait_reads_the_table_less_often() -> None:
     """Reading the table of a device or of another process takes a while."""
     reads = 0
 
@@ -61,3 +62,48 @@ def test_the_longer_a_wait_takes_the_less_often_it_looks() -> None:
 
     assert Writers(read).wait([Peer()]) is not None
     assert reads < 300
+
+
+def test_the_total_wait_for_peers_that_do_not_answer_is_limited() -> None:
+    """After a network failure, each read ends with a timeout."""
+    reads, never = 0, threading.Event()
+
+    def read(peer: Peer) -> None:
+        nonlocal reads
+        reads += 1
+        never.wait(0.05)
+
+    peers = [Peer() for _ in range(200)]
+    late = Writers(read).wait(peers)
+    assert late is not None
+    assert late.names == f"{reads} peers"
+    assert reads < 150
+    assert late.are_writing()
+
+
+def test_unread_peers_are_not_writers_and_are_read_first_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Peer] = []
+    cut, idle, other = peers = [Peer() for _ in range(3)]
+    idle.ends_at = []
+
+    def read(peer: Peer) -> Tickets | None:
+        asked.append(peer)
+        return peer.read() if peer is idle else None
+
+    writers = Writers(read)
+    for limit in ("WRITER_TIMEOUT_S", "_STALLED_S"):
+        monkeypatch.setattr(announced, limit, 0.0)  # one read takes longer than that
+    found = []
+    for _ in range(4):
+        late = writers.wait(peers)
+        assert late is not None
+        found.append((late.names, asked.copy()))
+        asked.clear()
+    assert found == [
+        ("1 peer", [cut]),
+        ("1 peer", [idle, other]),
+        ("1 peer", [idle, cut]),
+        ("1 peer", [idle, cut]),
+    ]

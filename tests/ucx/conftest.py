@@ -1,4 +1,4 @@
-"""A worker in this process, and a peer in another, all of whose memory may be reached."""
+"""A worker in this process, and a peer in another one, all of whose memory is reachable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def worker() -> Iterator[UcxWorker]:
 
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UcxPeer]:
-    """For tests that leave it as it was."""
+    """A peer for tests that leave it unchanged."""
     with found():
         peer = UcxPeer(tmp_path_factory.mktemp("peer") / "memory")
     yield peer
@@ -31,7 +31,7 @@ def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UcxPeer]:
 
 @pytest.fixture
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UcxPeer]:
-    """For tests that end it."""
+    """A peer for tests that end it."""
     with found():
         peer = UcxPeer(tmp_path_factory.mktemp("peer") / "memory")
     yield peer
@@ -40,7 +40,7 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UcxPeer]:
 
 @pytest.fixture(scope="module", autouse=True)
 def needs_process_vm_readv(worker: UcxWorker, peer: UcxPeer) -> None:
-    """What UCX has between two processes of one host."""
+    """The transport that UCX has between two processes of one host, or a skipped test."""
     endpoint = peer.endpoint(worker)
     try:
         endpoint.connect(TIMEOUT_MS)
@@ -55,7 +55,7 @@ def endpoint(worker: UcxWorker, peer: UcxPeer) -> UcxEndpoint:
 
 @pytest.fixture(scope="module")
 def whole(peer: UcxPeer) -> Range:
-    """A range that all of the peer's memory is."""
+    """A range with all of the peer's memory."""
     return 0, NBYTES, peer.take()
 
 

@@ -1,4 +1,4 @@
-"""The tests' side of peer_process.py: a peer, its memory, and backends that reach it."""
+"""The tests' side of `peer_process.py`: a peer, its memory, and backends that reach it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMEOUT_MS = 20_000
 Bytes = NDArray[np.uint8]
 Column = NDArray[np.uint64]
 Range = tuple[int, int, tuple[int, int]]
-"""Offset, size, (slot, generation)."""
+"""A range: offset, size, (slot, generation)."""
 
 
 PRELUDE = """
@@ -41,7 +41,7 @@ path = sys.argv[1]
 
 
 def run(script: str, *arguments: str) -> str:
-    """What a script in a process of its own prints; it must end well."""
+    """Run a script in a process of its own, which must succeed, and return its output."""
     imported = ("kvnative._ucx_backend", "kvnative._executor", "tests.ucx.peer")
     done = forked.python(PRELUDE + dedent(script), *arguments, imported=imported)
     assert (done.returncode, done.stderr) == (0, "")
@@ -49,7 +49,7 @@ def run(script: str, *arguments: str) -> str:
 
 
 def stand_in(folder: Path, name: str, ucx: str, *flags: str) -> str:
-    """Compile a C file beside this one to a library that stands before libucp, at `ucx`."""
+    """Compile a C file of this folder to a library that wraps the libucp at `ucx`."""
     made = folder / f"{name}.so"
     subprocess.run(
         [
@@ -72,14 +72,14 @@ def open_worker(**settings: str) -> UcxWorker:
 
 
 class UcxPeer(Peer):
-    """A process with one region, a file that this one sees as `memory`, and a generation table."""
+    """A process with a region (a file, which this one sees as `memory`) and a generation table."""
 
     module = "tests.ucx.peer_process"
 
     def __init__(self, file: Path) -> None:
         with file.open("wb") as made:
             made.truncate(NBYTES)
-        self.memory: Bytes = np.memmap(file, dtype=np.uint8).view(np.ndarray)  # slices sooner
+        self.memory: Bytes = np.memmap(file, dtype=np.uint8).view(np.ndarray)  # slices faster
         self._content = np.random.default_rng(1).integers(0, 256, NBYTES, dtype=np.uint8)
         self.fill()
         super().__init__(str(file))
@@ -92,11 +92,11 @@ class UcxPeer(Peer):
         self.key: bytes = self.run("result = region.rkey")
 
     def fill(self) -> None:
-        """Put its memory back to what it was."""
+        """Restore the original content of its memory."""
         self.memory[:] = self._content
 
     def endpoint(self, worker: UcxWorker, **changes: Any) -> UcxEndpoint:
-        """An endpoint of `worker` to it, not connected."""
+        """Return an endpoint of `worker` to the peer that is not connected."""
         given = {
             "address": self.address,
             "generations_address": self.board,
@@ -110,20 +110,20 @@ class UcxPeer(Peer):
         return worker.endpoint(**given)
 
     def connect(self, worker: UcxWorker) -> UcxEndpoint:
-        """As `endpoint`, and connected."""
+        """Return a connected endpoint of `worker` to the peer."""
         made = self.endpoint(worker)
         made.connect(TIMEOUT_MS)
         return made
 
     def take(self) -> tuple[int, int]:
-        """A slot of its generation table, and the generation."""
+        """Return a slot of its generation table, and the generation."""
         slot, generation = self.run("result = board.take()")
         return slot, generation
 
     def backend(
         self, endpoint: UcxEndpoint, direction: str, ranges: Iterable[Range], **changes: Any
     ) -> Backend:
-        """A backend that knows `ranges`."""
+        """Return a backend that knows `ranges`."""
         rows = list(ranges)
         given = {
             "addresses": u64(*(self.base + offset for offset, _, _ in rows)),
@@ -139,7 +139,7 @@ class UcxPeer(Peer):
     def descriptors(
         self, direction: str, local: Bytes, spans: Sequence[tuple[int, int, int]]
     ) -> Descriptors:
-        """Descriptors of (local offset, peer's offset, nbytes)."""
+        """Return descriptors of spans (local offset, peer's offset, nbytes)."""
         columns = np.array(spans, dtype=np.uint64).reshape(-1, 3)
         here = columns[:, 0] + np.uint64(local.ctypes.data)
         there = columns[:, 1] + np.uint64(self.base)
@@ -148,7 +148,7 @@ class UcxPeer(Peer):
 
 
 def blocks(count: int, nbytes: int, seed: int = 2) -> list[tuple[int, int, int]]:
-    """Spans of `count` blocks, at random places of the peer, one after another here."""
+    """Return spans of `count` blocks at random places of the peer, which are adjacent here."""
     places = np.random.default_rng(seed).permutation(NBYTES // nbytes)[:count]
     return [(i * nbytes, int(place) * nbytes, nbytes) for i, place in enumerate(places)]
 
@@ -156,7 +156,7 @@ def blocks(count: int, nbytes: int, seed: int = 2) -> list[tuple[int, int, int]]
 def both(
     there: Bytes, direction: str, here: Bytes, spans: list[tuple[int, int, int]]
 ) -> tuple[Bytes, Bytes]:
-    """What the transfer leaves here and there, by NumPy."""
+    """Return the expected memory here and there after a transfer, computed by NumPy."""
     here, there = copy_of(here), copy_of(there)
     for mine, theirs, nbytes in spans:
         if direction == "get":

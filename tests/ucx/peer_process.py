@@ -1,4 +1,4 @@
-"""What a `UcxPeer` has: a worker, with a file's bytes for memory, and a generation table."""
+"""The names of a `UcxPeer`: a worker, the bytes of a file as memory, and a generation table."""
 
 import mmap
 from pathlib import Path
@@ -10,7 +10,7 @@ from kvnative._host import GenerationTable
 from kvnative._ucx import UcxLibrary, UcxWorker
 from kvplan.transport.ucx.library import find
 
-SLOTS = 16  # as peer.py's
+SLOTS = 16  # as in peer.py
 
 
 def names(path: str) -> dict[str, Any]:

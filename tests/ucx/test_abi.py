@@ -1,4 +1,4 @@
-"""include/kvnative/ucx.h against UCX's own headers: the compiler compares them."""
+"""The compiler compares include/kvnative/ucx.h with the headers of UCX."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.peer import ROOT
 
 HEADER = ROOT / "include/kvnative/ucx.h"
 
-# Ours -> UCX's. Of the first, UCX has appended fields since API 1.13.
+# Our types and UCX's. UCX has appended fields to the first one since API 1.13.
 GROWN = {
     "kvn_ucp_params": "ucp_params_t",
     "kvn_ucp_worker_params": "ucp_worker_params_t",
@@ -31,7 +31,7 @@ SAME = {
 }
 FIELDS = {"kvn_ucp_request_param.send": "cb.send"}  # a union there
 
-# Our prefix -> UCX's.
+# Our prefixes and UCX's.
 VALUES = {
     "KVN_UCP_WORKER_PARAM_": "UCP_WORKER_PARAM_FIELD_",
     "KVN_UCP_EP_PARAM_": "UCP_EP_PARAM_FIELD_",
@@ -56,7 +56,7 @@ def theirs(name: str) -> str:
 
 
 def comparisons(text: str) -> list[str]:
-    """A static assertion for each value, field and size that the header declares."""
+    """Return a static assertion for each value, field and size that the header declares."""
     found = []
     for body in re.findall(r"^enum \{(.*?)\};", text, re.DOTALL | re.MULTILINE):
         found += [
@@ -80,7 +80,7 @@ def comparisons(text: str) -> list[str]:
 
 
 def calls(text: str) -> list[str]:
-    """That each function takes as many arguments, and returns as much."""
+    """Return assertions that each function has as many parameters, and the same result."""
     found = []
     for name, parameters in re.findall(r"X\([\w ]+\*?, (uc[ps]_\w+),\s*\(([^()]*)\)\)", text):
         zeros = ", ".join("0" for _ in parameters.split(","))  # a number, or a null pointer
@@ -91,14 +91,14 @@ def calls(text: str) -> list[str]:
     return found
 
 
-def test_our_declarations_are_those_of_the_headers(ucx: Found, tmp_path: Path) -> None:
+def test_our_declarations_agree_with_the_headers(ucx: Found, tmp_path: Path) -> None:
     folders = [parent / "include" for parent in Path(ucx.path).resolve().parents[1:3]]
     include = next((folder for folder in folders if (folder / "ucp/api/ucp.h").exists()), None)
     if not include:
         pytest.skip(f"{ucx.path} came without its headers")
     text = re.sub(r"\\\n", " ", HEADER.read_text("utf-8"))
     lines = comparisons(text) + calls(text)
-    assert len(lines) > 100  # the patterns above found what there is
+    assert len(lines) > 100  # the patterns above have found the declarations
     source = tmp_path / "abi.c"
     source.write_text(
         "\n".join(

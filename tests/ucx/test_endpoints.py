@@ -1,4 +1,4 @@
-"""Endpoints between two processes of one host: how they are connected, and how they end."""
+"""Endpoints between two processes of one host: connecting them, and their ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ucx.peer import TAG, TIMEOUT_MS, UcxPeer, open_worker, run, stand_in
 
 
 def dead(endpoint: UcxEndpoint) -> tuple[int, str]:
-    """Its failure, which must come soon."""
+    """Return the failure of an endpoint, which must come soon."""
     assert select.select([endpoint.death_fd], [], [], TIMEOUT_MS / 1000)[0]
     assert not endpoint.connected
     assert endpoint.failure is not None
@@ -38,7 +38,7 @@ def test_an_endpoint_connects_without_the_peer(worker: UcxWorker, mortal: UcxPee
 def test_an_endpoint_names_its_transport_with_each_version(
     ucx: Found, tmp_path: Path, minor: int
 ) -> None:
-    """UCX answers a query since 1.14; before, its description of an endpoint is read."""
+    """UCX has a query since 1.14; with earlier versions, its text about an endpoint is parsed."""
     library = stand_in(tmp_path, "lanes", ucx.path, f"-DMINOR={minor}")
     script = """
         from pathlib import Path
@@ -53,7 +53,9 @@ def test_an_endpoint_names_its_transport_with_each_version(
     assert run(script, library, str(tmp_path / "memory")) == f"{minor} cma/memory\n"
 
 
-def test_a_peer_that_is_gone_before(worker: UcxWorker, mortal: UcxPeer) -> None:
+def test_a_peer_that_died_before_the_connection_is_an_error(
+    worker: UcxWorker, mortal: UcxPeer
+) -> None:
     mortal.kill()
     mortal.close()
     endpoint = mortal.endpoint(worker)
@@ -63,8 +65,8 @@ def test_a_peer_that_is_gone_before(worker: UcxWorker, mortal: UcxPeer) -> None:
     assert dead(endpoint)[0] == KVN_PEER_GONE
 
 
-def test_a_generation_table_that_is_not_there(worker: UcxWorker, peer: UcxPeer) -> None:
-    """What follows on the same worker is as before."""
+def test_a_missing_generation_table_is_an_error(worker: UcxWorker, peer: UcxPeer) -> None:
+    """The failure does not affect later endpoints of the worker."""
     endpoint = peer.endpoint(worker, generations_address=4096)
     with pytest.raises(UcxError, match=r"the peer's (UCX is lost|memory cannot be read)") as caught:
         endpoint.connect(TIMEOUT_MS)
@@ -72,7 +74,7 @@ def test_a_generation_table_that_is_not_there(worker: UcxWorker, peer: UcxPeer) 
     assert peer.connect(worker).connected
 
 
-def test_a_peer_with_nothing_in_common(worker: UcxWorker, peer: UcxPeer) -> None:
+def test_a_peer_without_a_common_transport_is_an_error(worker: UcxWorker, peer: UcxPeer) -> None:
     with found():
         alone = open_worker(UCX_TLS="self")
     endpoint = peer.endpoint(alone)
@@ -106,7 +108,7 @@ def test_closing_a_worker_closes_its_endpoints(peer: UcxPeer) -> None:
 
 
 def test_several_threads_may_close_a_worker(peer: UcxPeer) -> None:
-    """When any of them returns it is closed."""
+    """The worker is closed when any of the calls returns."""
     start, closed = threading.Barrier(3), []
 
     def close(worker: UcxWorker, endpoint: UcxEndpoint) -> None:
@@ -114,7 +116,7 @@ def test_several_threads_may_close_a_worker(peer: UcxPeer) -> None:
         worker.close()
         closed.append(endpoint.failure)
 
-    for _ in range(5):  # whoever comes late finds nothing to do
+    for _ in range(5):  # some calls find the worker closed already
         closed.clear()
         with found():
             worker = open_worker()
@@ -129,8 +131,10 @@ def test_several_threads_may_close_a_worker(peer: UcxPeer) -> None:
         assert closed == [(KVN_CANCELLED, "its engine was closed")] * 3
 
 
-def test_writes_of_a_peer_elsewhere_are_not_waited_for(worker: UcxWorker, peer: UcxPeer) -> None:
-    """The peer has one table for all to whom it writes: each finds what is its own."""
+def test_writes_of_a_peer_to_other_owners_are_not_waited_for(
+    worker: UcxWorker, peer: UcxPeer
+) -> None:
+    """All writers share the table of the peer; an owner finds its own tickets there."""
     words = [TAG << 32 | 7, 0, (TAG + 1) << 32 | 7, TAG, TAG << 32 | 8, 1 << 63 | TAG << 32]
     set_words = """
         import ctypes
@@ -145,7 +149,7 @@ def test_writes_of_a_peer_elsewhere_are_not_waited_for(worker: UcxWorker, peer: 
     assert endpoint.writing(TAG, TIMEOUT_MS) == set()
 
 
-def test_arguments(worker: UcxWorker, peer: UcxPeer) -> None:
+def test_wrong_arguments_are_refused(worker: UcxWorker, peer: UcxPeer) -> None:
     with pytest.raises(ValueError, match="must have at least 1 byte"):
         peer.endpoint(worker, address=b"")
     with pytest.raises(ValueError, match="num_slots is 0; it must be at least 1"):
@@ -158,7 +162,7 @@ def test_arguments(worker: UcxWorker, peer: UcxPeer) -> None:
 
 def test_workers_and_endpoints_close_their_files(peer: UcxPeer) -> None:
     with found():
-        open_worker().close()  # what UCX opens once
+        open_worker().close()  # opens files that UCX opens only once
         before = Held.now()
         for _ in range(3):
             worker = open_worker()

@@ -1,4 +1,4 @@
-"""A UCX that ends operations and closes endpoints late: who waits for it, and when keys go."""
+"""A UCX that ends operations and closes endpoints late: waiting threads, and the end of keys."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_a_transfer_ends_though_ucx_closes_its_endpoint_late(
     library: str, tmp_path: Path, kind: str
 ) -> None:
-    """The worker's thread has stopped by then: whoever waits, to cancel here, makes progress."""
+    """The thread of the worker has stopped by then, so `cancel` makes progress itself."""
     script = """
         task = submit()
         worker.close()
@@ -72,7 +72,7 @@ def test_a_transfer_ends_though_ucx_closes_its_endpoint_late(
 def test_keys_are_destroyed_before_their_endpoint_is_closed(
     library: str, tmp_path: Path, kind: str
 ) -> None:
-    """The two of the endpoint, and that of a backend which outlives the close."""
+    """Two keys belong to the endpoint, and one to a backend that outlives the close."""
     script = """
         endpoint.close()
         wait_for_close()
@@ -89,7 +89,7 @@ def test_keys_are_destroyed_before_their_endpoint_is_closed(
 def test_a_worker_closes_after_the_keys_of_its_endpoints_are_destroyed(
     library: str, tmp_path: Path
 ) -> None:
-    """The pass of its thread in which UCX closes an endpoint is slow, and would be the last."""
+    """The pass in which UCX closes an endpoint is slow, and would be the last of the thread."""
     script = """
         task = submit()
         library.pass_slowly()
@@ -106,7 +106,7 @@ def test_a_worker_closes_after_the_keys_of_its_endpoints_are_destroyed(
 def test_keys_are_destroyed_after_the_operations_that_use_them(
     library: str, tmp_path: Path, kind: str, after_close: int
 ) -> None:
-    """Only a close by force, which ends the operations, comes before."""
+    """A close by force, which ends the operations, is the only exception."""
     script = """
         task = submit()
         endpoint.close()
@@ -122,6 +122,8 @@ def test_keys_are_destroyed_after_the_operations_that_use_them(
 
 
 @pytest.mark.parametrize("name", ["woken_by_the_last", "begun_by_the_holder"])
-def test_at_a_moment_of_its_worker(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
-    """The end of the last endpoint wakes a thread that waits; a lock's holder begins all work."""
+def test_threads_of_a_worker_interleave(
+    tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    """The end of the last endpoint wakes a waiting thread; the holder of a lock begins all work."""
     compiled(tmp_path_factory.mktemp("closing"), "tests/ucx/closing_main.c")(name)

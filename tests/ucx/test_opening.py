@@ -1,4 +1,4 @@
-"""Opening UCX, which must not change the process: what is refused, and with which words."""
+"""Opening UCX does not change the process; libraries and settings that are refused."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvplan.transport.ucx.library import Found
 from tests.ucx.peer import run
 
 
-def test_a_process_stays_as_it_was_but_for_the_threads_of_a_worker(ucx: Found) -> None:
-    """No handler of a signal, no patched libc, nothing in the environment, nothing printed."""
+def test_a_process_is_unchanged_but_for_the_threads_of_a_worker(ucx: Found) -> None:
+    """Signal handlers, libc and the environment stay the same, and nothing is printed."""
     script = """
         libc = ctypes.CDLL(None)
 
@@ -48,7 +48,7 @@ def test_a_process_stays_as_it_was_but_for_the_threads_of_a_worker(ucx: Found) -
 
 
 def test_the_environment_of_other_threads_stays_in_place(ucx: Found) -> None:
-    """Its array, where getenv may be looking, and its strings, which getenv has returned."""
+    """Other threads may use the array, and the strings that getenv has returned."""
     script = """
         environ = ctypes.POINTER(ctypes.c_void_p).in_dll(ctypes.CDLL(None), "environ")
 
@@ -85,10 +85,10 @@ def test_threads_have_names_and_leave_signals_to_those_of_the_program(ucx: Found
         worker = UcxWorker(library)
         after = masks()
         for name, mask in sorted(after[task] for task in after.keys() - before.keys()):
-            print(name, [int(it) for it in all_signals if not mask >> (it - 1) & 1])
+            print(name, [int(number) for number in all_signals if not mask >> (number - 1) & 1])
         assert all(after[task] == before[task] for task in before)
         """
-    assert run(script, ucx.path).splitlines() == ["async []", "kvn-ucx []"]  # UCX's, and ours
+    assert run(script, ucx.path).splitlines() == ["async []", "kvn-ucx []"]  # UCX's and ours
 
 
 PAIR = """
@@ -122,7 +122,7 @@ def test_an_interpreter_may_exit_with_an_endpoint_open(ucx: Found) -> None:
     run(PAIR + "held = connected()", ucx.path)
 
 
-def test_a_forked_child_is_refused_and_only_forgets(ucx: Found) -> None:
+def test_a_forked_child_is_refused_and_may_only_drop_objects(ucx: Found) -> None:
     script = """
         workers, region, endpoint = connected()
         child = os.fork()
@@ -165,7 +165,7 @@ def test_a_child_that_is_forked_while_ucx_is_in_use_is_refused_with_advice(ucx: 
         assert "start such processes with the method spawn" in line
 
 
-def test_a_child_that_is_forked_while_ucx_is_not_in_use_has_its_own(ucx: Found) -> None:
+def test_a_child_that_is_forked_while_ucx_is_idle_may_open_ucx(ucx: Found) -> None:
     script = """
         assert in_child(connected) == 0
         connected()
@@ -175,7 +175,7 @@ def test_a_child_that_is_forked_while_ucx_is_not_in_use_has_its_own(ucx: Found) 
 
 
 def fake(folder: Path, code: str) -> str:
-    """A library that pretends to be UCX's."""
+    """Compile a library that pretends to be UCX."""
     source = folder / "fake.c"
     source.write_text(code)
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", folder / "fake.so", source], check=True)
@@ -236,7 +236,9 @@ def test_a_library_is_opened_once_and_shared(ucx: Found) -> None:
         ({"UCX_": "1"}, "settings: 'UCX_'='1' must be a name of UCX"),
     ],
 )
-def test_settings_that_ucx_does_not_take(settings: dict[str, str], words: str, ucx: Found) -> None:
+def test_settings_that_ucx_rejects_are_refused(
+    settings: dict[str, str], words: str, ucx: Found
+) -> None:
     with pytest.raises((UcxError, ValueError), match=words):
         UcxWorker(UcxLibrary.load(ucx.path), settings=settings)
 
@@ -260,13 +262,14 @@ def test_tcp_of_the_environment_is_refused(ucx: Found) -> None:
 
 
 def test_ucx_opens_no_network_socket(ucx: Found) -> None:
-    """By what the system says: it listens nowhere, and nothing is connected."""
+    """The system lists no listening or connected sockets."""
     script = """
         import socket
 
         def sockets():
-            "Inodes of this process's, by what they are of."
-            mine = {os.readlink(it.path) for it in os.scandir("/proc/self/fd") if it.is_symlink()}
+            "Print the sockets of this process."
+            mine = {os.readlink(entry.path)
+                    for entry in os.scandir("/proc/self/fd") if entry.is_symlink()}
             for name in ("tcp", "tcp6", "udp", "udp6"):
                 for line in open(f"/proc/net/{name}").read().splitlines()[1:]:
                     if f"socket:[{line.split()[9]}]" in mine:
@@ -280,7 +283,7 @@ def test_ucx_opens_no_network_socket(ucx: Found) -> None:
         """
     printed = run(PAIR + dedent(script), ucx.path).splitlines()
     assert printed[0] == "now ours:"
-    assert len(printed) == 2  # it would have been found
+    assert len(printed) == 2  # the check would find a socket
 
 
 def test_the_resources_that_ucx_may_use_are_listed(ucx: Found) -> None:

@@ -1,4 +1,4 @@
-"""Tickets of a worker, and the ends of transfers: what only C can look at."""
+"""Tickets of a worker, and the ends of transfers, which only C can inspect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gets and puts of another process's memory, over what UCX has between two of one host."""
+"""Gets and puts of another process's memory, over the transport of UCX within one host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from tests.support.spare import assert_same, copy_of
 from tests.ucx.peer import NBYTES, TIMEOUT_MS, Bytes, Range, UcxPeer, blocks, both
 
 DIRECTIONS = ["get", "put"]
-# Times all of the peer's memory: enough to act meanwhile; more than any test waits for.
+# Number of passes over the peer's memory: enough to act meanwhile, and more than any test waits
+# for.
 SEVERAL, MANY = 120, 4000
 
 
@@ -36,7 +37,7 @@ SEVERAL, MANY = 120, 4000
     ("count", "nbytes", "is_mapped"),
     [(1, 4095, False), (100, 32 << 10, True), (9000, 256, False), (1, NBYTES, True)],
 )
-def test_bytes(
+def test_blocks_of_any_size_arrive(
     worker: UcxWorker,
     peer: UcxPeer,
     endpoint: UcxEndpoint,
@@ -65,7 +66,7 @@ def test_an_endpoint_names_its_transport(endpoint: UcxEndpoint) -> None:
     assert endpoint.transport == "cma/memory"
 
 
-def test_layers(
+def test_layers_arrive(
     peer: UcxPeer,
     endpoint: UcxEndpoint,
     whole: Range,
@@ -90,8 +91,8 @@ def test_no_outcome_is_known_before_the_end_of_a_batch(
     peer.fill()
 
 
-def test_several_threads(worker: UcxWorker, peer: UcxPeer, whole: Range) -> None:
-    """Each with blocks of its own, over two endpoints of one worker, in both directions."""
+def test_several_threads_share_a_worker(worker: UcxWorker, peer: UcxPeer, whole: Range) -> None:
+    """Threads have their own blocks, over two endpoints of one worker, in both directions."""
     endpoints = [peer.connect(worker) for _ in range(2)]
     share, nbytes = NBYTES // 4, 4096
 
@@ -119,7 +120,7 @@ def test_several_threads(worker: UcxWorker, peer: UcxPeer, whole: Range) -> None
 
 class TestRegistrations:
     @pytest.mark.parametrize("direction", DIRECTIONS)
-    def test_an_ended_one_fails_the_transfer(
+    def test_an_ended_registration_or_lease_fails_the_transfer(
         self,
         peer: UcxPeer,
         endpoint: UcxEndpoint,
@@ -138,7 +139,7 @@ class TestRegistrations:
             assert report.unconfirmed == ((0, 2),)
             assert_same(local, here)
             assert_same(peer.memory, there)
-            # What stands beside it is reached, and the endpoint is as it was.
+            # The range beside it is still reached, and the endpoint is connected.
             report = executor.run(peer.descriptors(direction, local, spans[:1]), TIMEOUT_MS)
             assert report.status == KVN_OK
         assert endpoint.connected
@@ -159,7 +160,7 @@ class TestRegistrations:
         assert "meanwhile" in report.message
         assert report.unconfirmed == ((0, SEVERAL),)
 
-    def test_the_slot_has_another_by_now(
+    def test_a_slot_with_a_new_registration_fails_the_transfer(
         self, peer: UcxPeer, endpoint: UcxEndpoint, local: Bytes
     ) -> None:
         slot, generation = peer.take()
@@ -171,9 +172,9 @@ class TestRegistrations:
         with Executor(backend) as executor:
             report = executor.run(peer.descriptors("get", local, [(0, 0, 8)]), TIMEOUT_MS)
         assert report.status == KVN_UNMAPPED
-        peer.run("for it in taken: board.release(*it)")
+        peer.run("for slot in taken: board.release(*slot)")
 
-    def test_remote_memory_in_no_range(
+    def test_remote_memory_outside_of_all_ranges_is_refused(
         self,
         peer: UcxPeer,
         endpoint: UcxEndpoint,
@@ -189,7 +190,7 @@ class TestRegistrations:
 
 class TestLeases:
     @pytest.mark.parametrize("direction", DIRECTIONS)
-    def test_an_ended_one_fails_the_transfer(
+    def test_an_ended_registration_or_lease_fails_the_transfer(
         self, peer: UcxPeer, endpoint: UcxEndpoint, whole: Range, local: Bytes, direction: str
     ) -> None:
         kept, ended = peer.take(), peer.take()
@@ -236,7 +237,7 @@ class TestLeases:
     @pytest.mark.parametrize(
         ("slot", "generation"), [(16, 1), (2**64 - 1, 1), (15, 0), (15, 2), (15, 7)]
     )
-    def test_an_impossible_one_is_refused(
+    def test_an_impossible_lease_is_refused(
         self,
         peer: UcxPeer,
         endpoint: UcxEndpoint,
@@ -245,7 +246,7 @@ class TestLeases:
         slot: int,
         generation: int,
     ) -> None:
-        """Nothing is read where no word of the table is; a slot that is free is no lease."""
+        """Words outside of the table are not read, and a free slot is not a lease."""
         without = peer.backend(endpoint, "get", [whole])
         with Executor(ucx_leased(without, [(slot, generation, "lease 3")])) as executor:
             report = executor.run(peer.descriptors("get", local, [(0, 0, 8)]), TIMEOUT_MS)
@@ -256,7 +257,7 @@ class TestLeases:
     def test_the_word_after_the_table_is_not_read(
         self, worker: UcxWorker, peer: UcxPeer, whole: Range, local: Bytes
     ) -> None:
-        """It has the generation that would be right, so a transfer that read it would succeed."""
+        """The word has the right generation, so a transfer that read it would succeed."""
         slot, generation = peer.take()
         few = peer.endpoint(worker, num_slots=slot)
         few.connect(TIMEOUT_MS)
@@ -268,7 +269,9 @@ class TestLeases:
         few.close()
         peer.run(f"board.release({slot}, {generation})")
 
-    def test_arguments(self, peer: UcxPeer, endpoint: UcxEndpoint, whole: Range) -> None:
+    def test_wrong_arguments_of_leases_are_refused(
+        self, peer: UcxPeer, endpoint: UcxEndpoint, whole: Range
+    ) -> None:
         with pytest.raises(ValueError, match="it must be one of ucx_backend"):
             ucx_leased(host_backend(ThreadPool(1)), [])
         backend = peer.backend(endpoint, "get", [whole])
@@ -278,7 +281,7 @@ class TestLeases:
 
 class TestGivenUp:
     @pytest.mark.parametrize("direction", DIRECTIONS)
-    def test_by_the_deadline_or_the_caller(
+    def test_an_abandoned_transfer_touches_no_memory(
         self,
         peer: UcxPeer,
         endpoint: UcxEndpoint,
@@ -291,7 +294,7 @@ class TestGivenUp:
             late = executor.run(descriptors, 5)
             task = executor.submit(descriptors)
             cancelled = task.cancel()
-            # Nothing of it is touched any more.
+            # The memory is not touched any more.
             target = local if direction == "get" else peer.memory
             target[:] = 7
             spans = [(0, 0, 8)]
@@ -302,7 +305,7 @@ class TestGivenUp:
         assert endpoint.connected
         peer.fill()
 
-    def test_the_peer_is_killed(
+    def test_a_killed_peer_ends_the_transfer(
         self,
         mortal: UcxPeer,
         worker: UcxWorker,
@@ -321,7 +324,7 @@ class TestGivenUp:
             assert again.status == KVN_PEER_GONE
         assert endpoint.failure is not None
 
-    def test_the_endpoint_is_closed(
+    def test_a_closed_endpoint_ends_the_transfer(
         self,
         mortal: UcxPeer,
         worker: UcxWorker,
@@ -337,11 +340,11 @@ class TestGivenUp:
 
 
 class Owner:
-    """Of memory."""
+    """An owner of memory."""
 
 
 class TestArguments:
-    def test_a_region(self, worker: UcxWorker, local: Bytes) -> None:
+    def test_a_region_is_released_once(self, worker: UcxWorker, local: Bytes) -> None:
         first = worker.map(local.ctypes.data, local.nbytes)
         second = worker.map(local.ctypes.data, local.nbytes)
         assert first.rkey == second.rkey
@@ -356,7 +359,7 @@ class TestArguments:
     def test_a_region_holds_its_owner_until_it_is_released(
         self, worker: UcxWorker, local: Bytes
     ) -> None:
-        """Its own, though both are of the same memory."""
+        """Each region holds its own owner, although both have the same memory."""
         owners = [Owner() for _ in range(2)]
         alive = [weakref.ref(owner) for owner in owners]
         regions = [
@@ -369,7 +372,7 @@ class TestArguments:
         assert [owner() is None for owner in alive] == [True, False]
         assert not regions[1].released
 
-    def test_a_backend(
+    def test_wrong_arguments_of_a_backend_are_refused(
         self,
         peer: UcxPeer,
         endpoint: UcxEndpoint,

@@ -85,7 +85,7 @@ class Workers:
         self.scheduler.set_workers(addresses)
 
     def finish(self, name: str, prompt: list[int], blocks: list[int]) -> dict[str, Any]:
-        """Let a request finish; returns what travels with it."""
+        """Let a request finish, and return the parameters that travel with it."""
         for (tp, pcp), array in zip(self.sizes.workers(), self.arrays, strict=True):
             array[:] = self.sizes.expected(tp, pcp, blocks, range(len(prompt)))
         request = self.request(name, prompt, {"do_remote_decode": True})  # type: ignore[misc]
@@ -96,7 +96,7 @@ class Workers:
         return params
 
     def fetch(self, request: Any, blocks: list[int], computed: int) -> None:
-        """Let a request arrive, of which some tokens are there, and have blocks."""
+        """Let a request arrive with some local tokens, and give it blocks."""
         self.scheduler.arrived(request)
         missing = self.scheduler.missing_tokens(request, computed)
         self.scheduler.allocated(request, (blocks,), missing)
@@ -109,7 +109,7 @@ class Workers:
             worker.begin(step)
 
     def results(self) -> list[tuple[set[str], set[str], set[int]]]:
-        """What each worker reports, once it has something: sent, received, failed blocks."""
+        """Wait for results, and return each worker's: sent, received, failed blocks."""
         reports = []
         for worker in self.workers:
             while not ((found := worker.results()).sent or found.received):

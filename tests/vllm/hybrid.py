@@ -1,4 +1,4 @@
-"""A worker of a hybrid model: states beside attention in one memory, as vLLM 0.33 shares it out."""
+"""A worker of a hybrid model: states and attention share memory, as in vLLM 0.33."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ KINDS = {
     "gated delta net": "GDN_ATTN",
     "Mamba1": "MAMBA1",
 }
-STATE_TOKENS = 64  # of a block of states; vLLM has a multiple of that of attention
+STATE_TOKENS = 64  # of a block of states; in vLLM a multiple of that of attention
 
 
 class HostArray(NDArray[Any]):
-    """An array that says where it is, and has torch's `view` of a shape."""
+    """An array with its device, and with torch's `view` of a shape."""
 
     device = SimpleNamespace(type="cpu")
 
@@ -35,7 +35,7 @@ class HostArray(NDArray[Any]):
 
 
 def form_of(name: str, ranks: int, columns_first: bool) -> StateForm:
-    """What the connector reads from vLLM's description of a rank's states."""
+    """Return the form that the connector reads from vLLM's description of a rank's states."""
     model, rank = MODELS[name], Rank(MODELS[name], 0, ranks, columns_first)
     conv, ssm = rank.conv[0], rank.ssm[0]
     spec = SimpleNamespace(
@@ -49,7 +49,7 @@ def form_of(name: str, ranks: int, columns_first: bool) -> StateForm:
 
 
 class HybridWorker(VllmWorker):
-    """Three layers with states, and three of attention, whose blocks are in the same pages."""
+    """A worker of three layers with states and three of attention, whose blocks share pages."""
 
     def __init__(
         self, name: str, rank: int, ranks: int, *, produces: bool, columns_first: bool = False

@@ -1,4 +1,4 @@
-"""What a `Peer` has: the prefilling worker."""
+"""The names that snippets in a `Peer` can use: the prefilling worker."""
 
 from typing import Any
 

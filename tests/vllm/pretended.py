@@ -1,4 +1,4 @@
-"""Stand-ins for the modules of vLLM that `kvplan.vllm.connector` imports, where vLLM is not."""
+"""Stand-ins for the modules of vLLM that `kvplan.vllm.connector` imports, if vLLM is missing."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ update_state_after_alloc(request, blocks, num_external_tokens)
 wait_for_layer_load(layer_name)
 wait_for_save()
 """
-"""Those methods of KVConnectorBase_V1 and SupportsHMA that the connector has, as in vLLM 0.33."""
+"""The methods of vLLM 0.33's KVConnectorBase_V1 and SupportsHMA that the connector has."""
 
 SET_UP = Path(__file__).parents[2] / "build/vllm/env/bin/python"
 PYTHON = Path(sys.executable) if find_spec("vllm") is not None else SET_UP
@@ -98,7 +98,7 @@ NEEDS_VLLM = pytest.mark.skipif(
     not PYTHON.exists(), reason="vLLM is not installed here: make vllm-setup"
 )
 NEXT = Path(__file__).parents[2] / "build/vllm/next"
-"""vLLM 0.33 beside it (`make vllm-next`): its Python, which the kernels of 0.32 serve."""
+"""The Python of vLLM 0.33 (`make vllm-next`), which uses the kernels of 0.32."""
 VERSIONS = [
     pytest.param({}, id="0.32"),
     pytest.param(

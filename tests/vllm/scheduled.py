@@ -1,7 +1,7 @@
 """vLLM's own scheduler with the connector in it: a program, which vLLM's Python runs.
 
-It prints JSON: what vLLM does with each hook of the connector, without a model, and workers only as
-what they report.
+It prints the effects of the connector's hooks on vLLM, as JSON. No model runs, and workers
+exist only as their reports.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LLAMA = {
 
 
 class Engine:
-    """A scheduler whose workers are these tests."""
+    """A scheduler whose workers are the scenarios below."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Engine:
         self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self.hasher))
 
     def step(self, **reported: Any) -> tuple[Any, dict[str, int], Any]:
-        """Make a step. Returns that of the workers, the scheduled tokens, and the answer."""
+        """Make a step, and return the workers' step, the scheduled tokens, and the answer."""
         planned = self.scheduler.schedule()
         scheduled = dict(planned.num_scheduled_tokens)
         output = ModelRunnerOutput(
@@ -142,21 +142,23 @@ class Engine:
             kv_connector_output=KVConnectorOutput(**reported) if reported else None,
         )
         answers = self.scheduler.update_from_output(planned, output)
-        given = [item for of_client in answers.values() for item in of_client.outputs]
+        client_outputs = [
+            item for client_answers in answers.values() for item in client_answers.outputs
+        ]
         metadata = planned.kv_connector_metadata
         (step,) = [
-            of_one.step
-            for of_one in getattr(metadata, "metadata", [metadata])
-            if isinstance(of_one, KvplanMetadata)
+            connector_metadata.step
+            for connector_metadata in getattr(metadata, "metadata", [metadata])
+            if isinstance(connector_metadata, KvplanMetadata)
         ]
-        return step, scheduled, (given or [None])[0]
+        return step, scheduled, (client_outputs or [None])[0]
 
     def held(self) -> tuple[bool, float]:
         return self.scheduler.has_requests(), self.scheduler.kv_cache_manager.usage
 
 
 def produced(folder: Path) -> dict[str, Any]:
-    """A finished request: its blocks are held, and steps go on, until a worker reports it sent."""
+    """Finish a request: its blocks are held, and steps go on, until a worker reports it sent."""
     engine = Engine(folder, "kv_producer")
     engine.add("p", {"do_remote_decode": True})
     _, scheduled, answer = engine.step()
@@ -176,7 +178,7 @@ def produced(folder: Path) -> dict[str, Any]:
 
 
 def fetched(folder: Path, params: dict[str, Any], policy: str, **failed: Any) -> dict[str, Any]:
-    """A request that is fetched, or was to be: which tokens its engine computes afterwards."""
+    """Fetch a request, perhaps in vain, and return the tokens that are computed afterwards."""
     engine = Engine(folder, "kv_consumer", policy)
     engine.add("d", params)
     step, waiting, _ = engine.step()
@@ -199,7 +201,7 @@ def fetched(folder: Path, params: dict[str, Any], policy: str, **failed: Any) ->
 
 
 def aborted(folder: Path, params: dict[str, Any]) -> dict[str, Any]:
-    """A request that is aborted while it is fetched: its blocks are held until the result."""
+    """Abort a request while it is fetched: its blocks are held until the result."""
     from vllm.v1.request import RequestStatus
 
     engine = Engine(folder, "kv_consumer")
@@ -214,7 +216,7 @@ def aborted(folder: Path, params: dict[str, Any]) -> dict[str, Any]:
 
 
 def hybrid(folder: Path, **failed: Any) -> dict[str, Any]:
-    """A request of a model with states, from one engine to another."""
+    """Move a request of a model with states from one engine to another."""
     prefill = Engine(folder, "kv_producer", states=True)
     prefill.add("p", {"do_remote_decode": True})
     _, scheduled, answer = prefill.step()
@@ -242,7 +244,7 @@ def hybrid(folder: Path, **failed: Any) -> dict[str, Any]:
 
 
 def offloaded(folder: Path) -> dict[str, Any]:
-    """A request between engines that also offload blocks, by vLLM's MultiConnector."""
+    """Move a request between engines that also offload blocks, by vLLM's MultiConnector."""
     prefill = Engine(folder, "kv_producer", beside_offloading=True)
     prefill.add("p", {"do_remote_decode": True})
     _, scheduled, answer = prefill.step()
@@ -267,7 +269,7 @@ def offloaded(folder: Path) -> dict[str, Any]:
 
 
 def shared_out(folder: Path) -> dict[str, Any]:
-    """A request whose tokens two ranks share out, from and to such an engine; a block fails."""
+    """Move a request whose tokens two ranks share to an equal engine; a block fails."""
     prefill = Engine(folder, "kv_producer", contexts=2)
     prefill.add("p", {"do_remote_decode": True})
     _, _, answer = prefill.step()
@@ -294,13 +296,17 @@ def main() -> None:
         latent.mkdir()
         (latent / "config.json").write_text(json.dumps(LLAMA | {"num_key_value_heads": 1}))
         first = produced(folder)
-        given = first["params"]
+        client_outputs = first["params"]
         runs: dict[str, Callable[[], Any]] = {
-            "fetched": lambda: fetched(folder, given, "recompute"),
-            "a block failed": lambda: fetched(folder, given, "recompute", blocks=1),
-            "all failed": lambda: fetched(folder, given, "recompute", failed_recving={"d"}),
-            "failed for good": lambda: fetched(folder, given, "fail", failed_recving={"d"}),
-            "aborted": lambda: aborted(folder, given),
+            "fetched": lambda: fetched(folder, client_outputs, "recompute"),
+            "a block failed": lambda: fetched(folder, client_outputs, "recompute", blocks=1),
+            "all failed": lambda: fetched(
+                folder, client_outputs, "recompute", failed_recving={"d"}
+            ),
+            "failed for good": lambda: fetched(
+                folder, client_outputs, "fail", failed_recving={"d"}
+            ),
+            "aborted": lambda: aborted(folder, client_outputs),
             "offloaded": lambda: offloaded(folder),
             "shared out": lambda: shared_out(latent),
             "states": lambda: hybrid(folder),

@@ -1,4 +1,4 @@
-"""docs/how-to/testing.md against vLLM itself: its block manager gives the tables there."""
+"""The tables of docs/how-to/testing.md, compared with those of vLLM's own block manager."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def documented(name: str) -> list[int]:
 
 @pytest.mark.slow  # imports torch
 @NEEDS_VLLM
-def test_the_documented_tables_are_those_of_vllms_manager() -> None:
+def test_the_documented_tables_equal_those_of_vllm() -> None:
     code = "import json, examples.vllm.block_tables as it; print(json.dumps(it.tables()))"
     run = subprocess.run([PYTHON, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -47,5 +47,5 @@ def test_each_token_that_was_not_cached_arrives() -> None:
     rows = (Rows(desc, table, first_token=32) for table in tables)
     moved = run_reference(kvplan.plan(Transfer(*rows, num_tokens=118), local="dst"))
     for token in range(32, 150):
-        (src, dst), at = (item[token // 16] for item in tables), token % 16
-        assert (moved.dst[0][dst, at] == moved.src[0][src, at]).all()
+        (src, dst), offset = (item[token // 16] for item in tables), token % 16
+        assert (moved.dst[0][dst, offset] == moved.src[0][src, offset]).all()

@@ -1,4 +1,4 @@
-"""The class that vLLM loads: as vLLM asks for it, and not needed where vLLM is not."""
+"""The class that vLLM loads: its methods, and its import without vLLM."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_package_is_imported_without_vllm() -> None:
 
 
 @WITHOUT_VLLM
-def test_the_connector_says_that_vllm_is_missing() -> None:
+def test_the_connector_reports_that_vllm_is_missing() -> None:
     assert "No module named" in python("from kvplan.vllm import KvplanConnector").stderr
 
 
@@ -79,8 +79,8 @@ print(*(it for base in found.__bases__ for it in methods(base)), sep="\\n")
 
 
 @WITHOUT_VLLM
-def test_what_is_not_supported_is_refused() -> None:
-    """Sleep mode by the answer that vLLM 0.33 asks for, and by the connector itself before it."""
+def test_unsupported_features_are_refused() -> None:
+    """Sleep mode is refused by the answer that vLLM 0.33 asks for, before it by the connector."""
     code = """
 from types import SimpleNamespace as Of
 from tests.vllm.pretended import install

@@ -1,4 +1,4 @@
-"""Context parallelism: a prefilling engine in another process, a decoding one here."""
+"""Context parallelism: a prefilling engine in another process, and a decoding one here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = list(range(1000, 1037))  # 37 tokens
 
 
 class Peer(peer.Peer):
-    """Its snippets use `Workers` and `Sizes`."""
+    """A process whose snippets use `Workers` and `Sizes`."""
 
     module = "tests.vllm.peer_process"
 
@@ -38,7 +38,7 @@ def table(sizes: Sizes, first: int, tokens: int = len(PROMPT)) -> list[int]:
 
 
 def moved(prefill: Peer, theirs: Sizes, mine: Sizes, computed: int, prompt: list[int]) -> Workers:
-    """Move a prompt, and compare the caches of all workers with what vLLM would read there."""
+    """Move a prompt, and compare the caches of all workers with those that vLLM would read."""
     params = prefill.run(
         """
         workers = Workers("prefill", Sizes(*sizes))
@@ -84,7 +84,7 @@ PAIRS = {
 
 @pytest.mark.parametrize(("theirs", "mine"), PAIRS.values(), ids=PAIRS)
 @pytest.mark.parametrize("computed", [0, 21])
-def test_each_token_is_where_its_rank_reads_it(
+def test_each_token_arrives_where_its_rank_reads_it(
     prefill: Peer, theirs: Sizes, mine: Sizes, computed: int
 ) -> None:
     moved(prefill, theirs, mine, computed, PROMPT).close()
@@ -92,11 +92,11 @@ def test_each_token_is_where_its_rank_reads_it(
 
 @pytest.mark.parametrize("tokens", [1, 8, 9])
 @pytest.mark.parametrize("pair", ["dcp 2 to 1, by block", "dcp 2 to 2", "dcp 1 to 2"])
-def test_a_prompt_of_which_a_rank_has_no_token(prefill: Peer, pair: str, tokens: int) -> None:
+def test_a_prompt_without_a_token_on_a_rank_is_moved(prefill: Peer, pair: str, tokens: int) -> None:
     moved(prefill, *PAIRS[pair], 0, PROMPT[:tokens]).close()
 
 
-def test_bytes_of_a_rank_are_those_of_its_tokens(prefill: Peer) -> None:
+def test_each_rank_moves_the_bytes_of_its_tokens(prefill: Peer) -> None:
     decode = moved(prefill, *PAIRS["dcp 2 to 2"], 20, PROMPT)
     nbytes = [worker.take_figures().data["nbytes"] for worker in decode.workers]
     assert nbytes == [[9 * 2 * 2 * 4], [8 * 2 * 2 * 4]]  # tokens 20, 21, 24, ... and 22, 23, ...
@@ -116,7 +116,7 @@ def test_the_place_of_a_worker(ranks: Any, heads: int, place: Place) -> None:
     assert place_of(*ranks, num_heads=heads) == place
 
 
-def test_ranks_that_would_share_out_tokens_of_unlike_heads_are_refused() -> None:
+def test_ranks_with_different_heads_cannot_share_tokens() -> None:
     with refused(
         "LLM_PARAM_INVALID", "decode_context_parallel_size=4 must be 1 or a divisor of 2, the work"
     ):
@@ -135,8 +135,6 @@ def test_ranks_that_would_share_out_tokens_of_unlike_heads_are_refused() -> None
         (Sizes(1, 2), {"mode": "push"}, "prefill_context_parallel_size=2: use mode=.pull"),
     ],
 )
-def test_what_cannot_be_right_is_refused(
-    sizes: Sizes, options: dict[str, str], message: str
-) -> None:
+def test_invalid_sizes_are_refused(sizes: Sizes, options: dict[str, str], message: str) -> None:
     with refused("LLM_PARAM_INVALID", message):
         Workers("prefill", sizes, **options)

@@ -1,4 +1,4 @@
-"""What a worker counts, and how that is added up and said."""
+"""Figures that a worker counts: their sums and their summary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def fetched(move_ms: float, error: Exception | None = None) -> PullResult:
     return PullResult("r", error, (1, 2), 0, 64, 1 << 20, wait_ms=3.0, move_ms=move_ms)
 
 
-def test_nothing_is_empty() -> None:
+def test_figures_without_a_count_are_empty() -> None:
     assert Figures().is_empty
     figures = Figures()
     figures.count("freed", 0)
@@ -29,17 +29,17 @@ def test_nothing_is_empty() -> None:
     assert not figures.is_empty
 
 
-def test_workers_are_added_up_and_said_in_one_line() -> None:
-    one, two = Figures(), Figures()
-    one.ended(fetched(2.0))
-    one.ended(fetched(4.0))
-    one.count("offered", 3)
-    two.ended(fetched(9.0))
-    two.ended(fetched(0.0, MISSING))
-    two.count("expired", 1)
-    both = Figures(json.loads(json.dumps(one.data)))  # as it goes to another process
-    both.add(two.data)
-    assert both.summary() == {
+def test_figures_of_workers_are_added_to_one_summary() -> None:
+    first, second = Figures(), Figures()
+    first.ended(fetched(2.0))
+    first.ended(fetched(4.0))
+    first.count("offered", 3)
+    second.ended(fetched(9.0))
+    second.ended(fetched(0.0, MISSING))
+    second.count("expired", 1)
+    total = Figures(json.loads(json.dumps(first.data)))  # as the figures go to another process
+    total.add(second.data)
+    assert total.summary() == {
         "Fetched requests": 3,
         "Fetched tokens": 192,
         "Pushed tokens": 0,
@@ -52,8 +52,8 @@ def test_workers_are_added_up_and_said_in_one_line() -> None:
         "Freed requests": 0,
         "Expired requests": 1,
     }
-    assert both.data["failed"] == {"kv_cache_not_exist": 1}
-    assert one.summary()["Fetched requests"] == 2  # it is another one's
+    assert total.data["failed"] == {"kv_cache_not_exist": 1}
+    assert first.summary()["Fetched requests"] == 2  # `both` has only a copy
 
 
 EVENTS = st.lists(
@@ -63,7 +63,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS, st.permutations(range(3)))
-def test_in_whatever_parts_it_was_counted_the_sum_is_the_same(
+def test_the_sum_does_not_depend_on_the_parts(
     events: list[tuple[int, Any]], order: list[int]
 ) -> None:
     whole, parts = Figures(), [Figures() for _ in range(3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +21,8 @@ from tests.vllm.hybrid import KINDS, HybridWorker
 from tests.vllm.test_scheduler import PROMPT, request
 from tests.vllm.test_worker import Peer
 
-TOKENS = list(range(100, 109))  # two blocks of attention, and the token that is left
-KIND_OF = {"Codestral Mamba": "MAMBA2", "Bamba": "MAMBA2", "Falcon Mamba": "MAMBA1"}
+TOKENS = list(range(100, 109))  # two blocks of attention, and the last token
+KINDS_BY_NAME = {"Codestral Mamba": "MAMBA2", "Bamba": "MAMBA2", "Falcon Mamba": "MAMBA1"}
 STATES, ATTENTION = [2], [6, 4]  # blocks of the consumer
 
 OFFER = """
@@ -58,7 +59,7 @@ def prefill() -> Iterator[Peer]:
 def test_a_request_is_fetched_with_its_states(
     prefill: Peer, name: str, theirs: int, mine: int, columns_first: bool
 ) -> None:
-    """By each rank: the heads that it has, of each part; what lies beside them is not touched."""
+    """Each rank fetches its heads of each part, and changes no bytes beside them."""
     params = prefill.run(
         OFFER,
         name=name,
@@ -82,7 +83,7 @@ def test_a_request_is_fetched_with_its_states(
     prefill.run("[worker.worker.close() for worker in workers]")
 
 
-def test_a_request_whose_state_is_null_fails_and_is_computed(prefill: Peer) -> None:
+def test_a_request_with_a_null_state_fails_and_is_computed(prefill: Peer) -> None:
     params = prefill.run(
         OFFER,
         name="Mamba1",
@@ -101,14 +102,18 @@ def test_a_request_whose_state_is_null_fails_and_is_computed(prefill: Peer) -> N
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", KNOWN)
-def test_heads_follow_from_the_shapes_that_vllm_has(name: str, ranks: int) -> None:
-    """Of the models of which `tests/planning/test_states.py` has vLLM's own table of shapes."""
+def test_heads_follow_from_the_shapes_in_vllm(name: str, ranks: int) -> None:
+    """`tests/planning/test_states.py` has vLLM's own table of the shapes of these models."""
     known = KNOWN[name]
     groups = known.columns["B"].num_heads if "B" in known.columns else None
-    for columns_first in (False, True):
+    # A rank with several groups shares none, so its number of groups follows from the shapes only.
+    follows = groups is None or ranks == 1 or groups // ranks > 1
+    for columns_first, told in product((False, True), {groups, None} if follows else {groups}):
         conv, ssm = known.shapes[ranks]
-        spec = states(KIND_OF.get(name, "GDN_ATTN"), conv[::-1] if columns_first else conv, ssm)
-        form = StateForm.of(spec, ranks, groups=groups, columns_first=columns_first)
+        spec = states(
+            KINDS_BY_NAME.get(name, "GDN_ATTN"), conv[::-1] if columns_first else conv, ssm
+        )
+        form = StateForm.of(spec, ranks, groups=told, columns_first=columns_first)
         assert (form.columns, form.num_heads) == (known.columns, known.heads)
 
 
@@ -121,7 +126,7 @@ def states(kind: str, *shapes: tuple[int, ...], replicated: bool = False) -> Any
     )
 
 
-def test_states_of_one_kind_only() -> None:
+def test_states_may_be_of_a_single_kind() -> None:
     linear = StateForm.of(states("LINEAR", (4, 8, 8)), 2)
     assert (linear.columns, linear.num_heads) == ({}, 8)
     conv = StateForm.of(states("SHORT_CONV", (3, 16)), 2)
@@ -146,7 +151,7 @@ def test_a_replicated_state_is_whole_on_each_rank() -> None:
         (states("CUSTOM", (3, 28), (4, 4, 6)), None, "CUSTOM .* are not supported"),
     ],
 )
-def test_states_that_do_not_follow_from_the_description_are_refused(
+def test_states_that_disagree_with_the_description_are_refused(
     spec: Any, groups: int | None, message: str
 ) -> None:
     with pytest.raises(NotImplementedError, match=message):
@@ -166,7 +171,7 @@ def test_the_state_after_the_last_token_is_in_its_block(
 
 
 def scheduled(prompt: list[int]) -> tuple[int, dict[str, tuple[Any, Target]]]:
-    """A prompt of a hybrid model that finishes, and is fetched: tokens of it, and the targets."""
+    """Return the tokens and targets of a prompt of a hybrid model that is finished and fetched."""
     producer, consumer = (ConnectorScheduler(name, states=(64, 0)) for name in ("p", "d"))
     producer.set_workers({(0, 0): WorkerAddress(11, "a:1")})
     first = request(
@@ -186,7 +191,7 @@ def scheduled(prompt: list[int]) -> tuple[int, dict[str, tuple[Any, Target]]]:
 
 
 def test_the_last_token_of_a_prompt_is_left_to_the_consumer() -> None:
-    """Which computes it again: a state that had seen it would see it twice."""
+    """The consumer computes the last token again, so the state must not include it."""
     missing, fetched = scheduled(PROMPT)
     assert missing == len(PROMPT) - 1 == 69
     assert fetched["d1"][1] == Target((Table((2,)), Table((4,))), 0)

@@ -1,4 +1,4 @@
-"""The digest of a request: all that its KV cache depends on counts, and nothing else does."""
+"""The digest of a request: it covers every input of its KV cache, and only these."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS = list(range(100, 170))
 
 
 class Embeds:
-    """What is used of a torch tensor, over an array."""
+    """An array with the used part of a torch tensor's interface."""
 
     def __init__(self, array: Any) -> None:
         self.array = np.ascontiguousarray(array)
@@ -86,7 +86,7 @@ UNLIKE: list[dict[str, Any]] = [
 ]
 
 
-def test_whatever_the_cache_depends_on_counts() -> None:
+def test_every_input_of_the_cache_changes_the_digest() -> None:
     digests = {digest_of(request(**values), 60) for values in UNLIKE}
     assert len(digests) == len(UNLIKE)
     assert digest_of(request(), 60) == token_digest(TOKENS[:60])
@@ -102,9 +102,7 @@ def test_whatever_the_cache_depends_on_counts() -> None:
     ],
     ids=["number of an adapter in a process", "image behind", "embeds behind", "empty salt"],
 )
-def test_what_it_does_not_depend_on_does_not_count(
-    one: dict[str, Any], other: dict[str, Any]
-) -> None:
+def test_other_inputs_do_not_change_the_digest(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert digest_of(request(**one), 60) == digest_of(request(**other), 60)
 
 
@@ -118,12 +116,12 @@ def test_what_it_does_not_depend_on_does_not_count(
         {"mm_features": [image(None, 3)]},  # type: ignore[arg-type]
     ],
 )
-def test_what_cannot_be_read_is_unknown(values: dict[str, Any]) -> None:
+def test_unreadable_inputs_have_no_digest(values: dict[str, Any]) -> None:
     with pytest.raises(UnknownInputError):
         digest_of(request(**values), 60)
 
 
-def test_what_only_vllm_keys_on_is_unknown() -> None:
+def test_inputs_that_only_vllm_uses_as_keys_have_no_digest() -> None:
     values = {"cache_salt": "salt", "lora_request": lora("a", "/p")}
     assert digest_of(request(**values), 60, lambda request, num_tokens: 2)
     with pytest.raises(UnknownInputError, match="vLLM has 3 keys besides its tokens; kvplan has 2"):
@@ -132,8 +130,8 @@ def test_what_only_vllm_keys_on_is_unknown() -> None:
 
 @pytest.mark.parametrize("position", [0, 1, 29, 30, 31, 69])
 @pytest.mark.parametrize("length", [1, 2, 40])
-def test_of_each_input_what_begins_in_the_prefix_counts(position: int, length: int) -> None:
-    """An image that reaches over the end of the prefix is read by tokens before the end."""
+def test_only_inputs_that_begin_in_the_prefix_change_the_digest(position: int, length: int) -> None:
+    """Tokens before the end of the prefix read an image that crosses the end."""
     tokens = [*TOKENS]
     tokens[position] += 1
     for values in (

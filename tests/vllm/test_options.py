@@ -1,4 +1,4 @@
-"""What a user writes into kv_connector_extra_config."""
+"""The options of kv_connector_extra_config."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvplan.vllm.options import ConnectorOptions
 from tests.support.refusals import refused
 
 
-def test_without_any_the_defaults_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_defaults_hold_without_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVPLAN_EXPLAIN", raising=False)
     options = ConnectorOptions.of({})
     assert (options.mode, options.explain) == ("pull", False)
     assert options.exchange.lease_ttl_ms == 30_000
 
 
-def test_time_limits_and_options_of_the_engine_are_among_them() -> None:
+def test_time_limits_and_options_of_the_engine_are_options() -> None:
     given = {"lease_ttl_ms": 5, "engine": {"kvplan.encrypt": "1"}, "listen": "10.0.0.1:26000"}
     options = ConnectorOptions.of(given)
     assert options.exchange.lease_ttl_ms == 5
@@ -41,7 +41,7 @@ def test_workers_behind_a_port_mapping_have_ports_in_a_row(advertise: str, expec
 
 
 @pytest.mark.parametrize(("text", "explain"), [("1", True), ("0", False), ("", False)])
-def test_the_environment_says_explain(
+def test_the_environment_can_set_explain(
     monkeypatch: pytest.MonkeyPatch, text: str, explain: bool
 ) -> None:
     monkeypatch.setenv("KVPLAN_EXPLAIN", text)
@@ -63,7 +63,7 @@ def test_the_environment_says_explain(
         ({"pull_timeout_ms": 0}, "pull_timeout_ms=0 must be > 0"),
     ],
 )
-def test_what_cannot_be_is_refused(extra: dict[str, Any], match: str) -> None:
+def test_invalid_options_are_refused(extra: dict[str, Any], match: str) -> None:
     with refused("LLM_PARAM_INVALID", match):
         ConnectorOptions.of(extra)
 

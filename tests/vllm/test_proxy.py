@@ -1,12 +1,11 @@
-"""The proxy over pretended servers: what it asks them, when they fail, and when clients leave."""
+"""The proxy over pretended servers: its requests, failing servers, and clients that leave."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
@@ -18,6 +17,7 @@ import aiohttp
 from aiohttp import web
 
 from kvplan.vllm.proxy import Proxy, Servers, arguments
+from tests.support.ports import free_port
 
 PATH = "/v1/completions"
 SERVER = {"protocol": 4, "instance": "aa", "sources": [[7, "10.0.0.1:26000"]]}
@@ -28,7 +28,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Pretended:
-    """Servers that pretend, and the requests that they got."""
+    """Pretended servers, and the requests that they got."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any], str]] = []
@@ -47,16 +47,24 @@ class Pretended:
         await self.read("keeps_nothing", request)
         return web.json_response({"kv_transfer_params": None})
 
+    async def is_another(self, request: web.Request) -> web.StreamResponse:
+        await self.read("is_another", request)
+        return web.json_response(["not a server of vLLM"])
+
     async def fails(self, request: web.Request) -> web.StreamResponse:
         await self.read("fails", request)
         return web.Response(status=500, text="no memory left")
+
+    async def refuses(self, request: web.Request) -> web.StreamResponse:
+        await self.read("refuses", request)
+        return web.Response(status=400, text="the prompt is too long")
 
     async def hangs(self, request: web.Request) -> web.StreamResponse:
         await self.read("hangs", request)
         return await self.never()
 
     async def prefill_pushes(self, request: web.Request) -> web.StreamResponse:
-        """Answer a transfer only when the decode server has been asked, too."""
+        """Answer a transfer only after the decode server has a request, too."""
         body = await self.read("prefill", request)
         if "kvplan" in body["kv_transfer_params"]:
             if body.get("suffix") == "fail":
@@ -65,7 +73,7 @@ class Pretended:
         return web.json_response({"kv_transfer_params": PARAMS})
 
     async def decode_pushed(self, request: web.Request) -> web.StreamResponse:
-        """Answer a transfer only when the prefill server has been asked, too."""
+        """Answer a transfer only after the prefill server has a request, too."""
         body = await self.read("decode", request)
         if "transfer" in body.get("kv_transfer_params", {}).get("kvplan", ()):
             if body.get("suffix") == "fail":
@@ -74,7 +82,7 @@ class Pretended:
         return web.Response(text="answer")
 
     async def decode(self, request: web.Request) -> web.StreamResponse:
-        """Answer in pieces; suffix "break" gets a part, and "wait" no end."""
+        """Answer in pieces; suffix "break" breaks the answer off, and "wait" never ends it."""
         body = await self.read("decode", request)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
@@ -115,11 +123,13 @@ async def serve(held: AsyncExitStack, app: web.Application) -> str:
     return f"http://{host}:{port}"
 
 
-def url_of_none() -> str:
+def unused_url() -> str:
     """Return a URL at which no server listens."""
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{unused.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
+
+
+async def models(request: web.Request) -> web.Response:
+    return web.json_response({"of": request.headers.get("Authorization")}, status=203)
 
 
 async def healthy(_: web.Request) -> web.Response:
@@ -142,24 +152,25 @@ class Client:
 
 @asynccontextmanager
 async def proxy_over(
-    prefill: list[Handler | None],
-    decode: list[Handler | None],
+    prefill: Sequence[Handler | None],
+    decode: Sequence[Handler | None],
     timeout_s: float = DEADLINE_S,
     *,
     push: bool = False,
 ) -> AsyncIterator[Client]:
-    """A client of a proxy over servers; None is a server that is down."""
+    """Yield a client of a proxy over servers; None is a server that is down."""
     async with AsyncExitStack() as held:
         session = await held.enter_async_context(aiohttp.ClientSession())
         urls = []
         for handler in (*prefill, *decode):
             if handler is None:
-                urls.append(url_of_none())
+                urls.append(unused_url())
                 continue
             app = web.Application()
             app.router.add_post(PATH, handler)
             app.router.add_post("/v1/chat/completions", handler)
             app.router.add_get("/health", healthy)
+            app.router.add_get("/v1/models", models)
             urls.append(await serve(held, app))
         proxy = Proxy(urls[: len(prefill)], urls[len(prefill) :], timeout_s, push=push)
         yield Client(await serve(held, proxy.application()), session)
@@ -169,12 +180,18 @@ def test_a_prefill_server_is_asked_for_one_token_and_a_decode_server_for_the_res
     async def run() -> None:
         servers = Pretended()
         async with proxy_over([servers.prefill], [servers.decode]) as client:
-            assert await client.post(stream=True, min_tokens=3, max_tokens=9) == WHOLE
+            options: dict[str, Any] = {
+                "min_tokens": 3,
+                "stream_options": {"include_usage": True},
+                "n": None,
+            }
+            assert await client.post(stream=True, max_tokens=9, seed=5, **options) == WHOLE
         (_, first, first_id), (_, second, second_id) = servers.asked
-        assert (first["max_tokens"], first["stream"], "min_tokens" in first) == (1, False, False)
-        assert first["kv_transfer_params"] == {"do_remote_decode": True}
-        assert (second["max_tokens"], second["min_tokens"], second["stream"]) == (9, 3, True)
-        assert second["kv_transfer_params"] == PARAMS
+        asked = {"prompt": [1, 2], "seed": 5, "n": None}
+        prefilled = {"do_remote_decode": True}
+        one = {"max_tokens": 1, "stream": False, "kv_transfer_params": prefilled}
+        rest = {"max_tokens": 9, "stream": True, "kv_transfer_params": PARAMS}
+        assert (first, second) == (asked | one, asked | options | rest)
         assert first_id == second_id
 
     asyncio.run(run())
@@ -192,7 +209,7 @@ def test_a_chat_is_asked_for_one_token_by_the_name_of_chats() -> None:
     asyncio.run(run())
 
 
-def test_other_servers_are_asked_for_those_that_fail() -> None:
+def test_other_servers_replace_those_that_fail() -> None:
     async def run() -> None:
         servers = Pretended()
         prefill = [servers.fails, None, servers.prefill]
@@ -203,7 +220,7 @@ def test_other_servers_are_asked_for_those_that_fail() -> None:
     asyncio.run(run())
 
 
-def test_a_server_that_failed_is_asked_last_for_a_while_and_then_takes_its_turns_again() -> None:
+def test_a_server_that_failed_is_asked_last_for_a_while() -> None:
     now = 0.0
     servers = Servers(["a", "b"], lambda: now)
     servers.failed("a")
@@ -212,8 +229,8 @@ def test_a_server_that_failed_is_asked_last_for_a_while_and_then_takes_its_turns
     assert [list(servers.turn()) for _ in range(2)] == [["a", "b"], ["b", "a"]]
 
 
-@pytest.mark.parametrize("kind", ["fails", "keeps_nothing"])
-def test_without_a_prefilled_cache_the_decode_server_gets_the_request_as_it_is(
+@pytest.mark.parametrize("kind", ["fails", "keeps_nothing", "is_another"])
+def test_without_a_prefilled_cache_the_decode_server_gets_the_original_request(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
@@ -227,12 +244,28 @@ def test_without_a_prefilled_cache_the_decode_server_gets_the_request_as_it_is(
     assert "the decode server computes the prompt" in caplog.text
 
 
-def test_a_prefill_server_that_hangs_is_left() -> None:
+def test_a_refused_request_does_not_count_as_a_failure_of_the_server() -> None:
+    """No other server is asked to prefill the request, and this one takes its next turn."""
+
     async def run() -> None:
         servers = Pretended()
-        async with proxy_over([servers.hangs], [servers.decode], timeout_s=0.2) as client:
-            assert await client.post() == WHOLE
-            await asyncio.wait_for(servers.cancelled.wait(), DEADLINE_S)
+        async with proxy_over([servers.refuses, servers.prefill], [servers.decode]) as client:
+            assert [await client.post() for _ in range(3)] == [WHOLE] * 3
+        assert servers.names() == ["refuses", "decode", "prefill", "decode", "refuses", "decode"]
+
+    asyncio.run(run())
+
+
+def test_a_prefill_server_that_hangs_times_out() -> None:
+    async def run() -> None:
+        # On a busy machine the time may be over before the server is asked.
+        for timeout_s in (0.2, 2.0, 20.0):
+            servers = Pretended()
+            async with proxy_over([servers.hangs], [servers.decode], timeout_s=timeout_s) as client:
+                assert await client.post() == WHOLE
+                if "hangs" in servers.names():
+                    await asyncio.wait_for(servers.cancelled.wait(), DEADLINE_S)
+                    break
         assert servers.names() == ["hangs", "decode"]
 
     asyncio.run(run())
@@ -251,7 +284,7 @@ def test_a_request_that_one_kv_cache_cannot_serve_is_not_prefilled() -> None:
     asyncio.run(run())
 
 
-def test_an_answer_that_breaks_off_breaks_off_for_the_client() -> None:
+def test_a_broken_answer_breaks_off_for_the_client() -> None:
     async def run() -> None:
         servers = Pretended()
         async with proxy_over([servers.prefill], [servers.decode]) as client:
@@ -267,9 +300,26 @@ def test_a_request_that_no_server_can_take_gets_an_error_in_openais_form() -> No
         async with proxy_over([servers.prefill], [None]) as client:
             status, text = await client.post()
             assert (status, '"server_error"' in text) == (502, True)
-            async with client.session.post(client.url + PATH, data="[1]") as response:
-                text = await response.text()
-                assert (response.status, '"invalid_request_error"' in text) == (400, True)
+            for data in ("[1]", "{"):
+                async with client.session.post(client.url + PATH, data=data) as response:
+                    text = await response.text()
+                    assert (response.status, '"invalid_request_error"' in text) == (400, True)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("key", [None, "Bearer key"])
+def test_models_come_from_a_decode_server_that_answers(key: str | None) -> None:
+    async def run() -> None:
+        servers = Pretended()
+        headers = {} if key is None else {"Authorization": key}
+        for decode, expected in (([None, servers.decode], (203, {"of": key})), ([None], 502)):
+            async with (
+                proxy_over([servers.prefill], decode) as client,
+                client.session.get(f"{client.url}/v1/models", headers=headers) as response,
+            ):
+                body = await response.json()
+                assert expected in (response.status, (response.status, body))
 
     asyncio.run(run())
 
@@ -279,7 +329,7 @@ def test_push_asks_both_servers_at_once_for_one_transfer() -> None:
         servers = Pretended()
         both = [servers.prefill_pushes], [servers.decode_pushed]
         async with proxy_over(*both, push=True) as client:
-            await client.post()  # its answer says what the prefill server is
+            await client.post()  # its answer describes the prefill server
             servers.asked.clear()
             status, _ = await client.post()
         asked = {name: body["kv_transfer_params"] for name, body, _ in servers.asked}
@@ -294,16 +344,24 @@ def test_push_asks_both_servers_at_once_for_one_transfer() -> None:
     asyncio.run(run())
 
 
-def test_a_decode_server_is_asked_again_if_the_push_fails() -> None:
+@pytest.mark.parametrize("prefill", [1, 2])
+def test_a_decode_server_is_asked_again_if_the_push_fails(prefill: int) -> None:
+    """The transfer belongs to one prefill server; the others are asked in turn, without it."""
+
     async def run() -> None:
         servers = Pretended()
-        both = [servers.prefill_pushes], [servers.decode_pushed]
+        both = [servers.prefill_pushes] * prefill, [servers.decode_pushed]
         async with proxy_over(*both, push=True) as client:
-            await client.post()
+            for _ in range(prefill):
+                await client.post()
+            servers.asked.clear()
             status, _ = await client.post(suffix="fail")
             await asyncio.wait_for(servers.cancelled.wait(), DEADLINE_S)
+        asked = [body["kv_transfer_params"] for name, body, _ in servers.asked if name == "prefill"]
         name, body, _ = servers.asked[-1]
-        assert (status, name, body.get("kv_transfer_params")) == (200, "decode", None)
+        found = PARAMS if prefill > 1 else None
+        assert (status, name, body.get("kv_transfer_params")) == (200, "decode", found)
+        assert ["kvplan" in params for params in asked] == [True, False][:prefill]
 
     asyncio.run(run())
 
@@ -343,14 +401,31 @@ def test_health_needs_a_decode_server(prefill_is_up: bool) -> None:
     asyncio.run(run())
 
 
-def test_without_aiohttp_the_proxy_says_how_to_get_it() -> None:
+def test_without_aiohttp_the_proxy_names_the_installation() -> None:
     code = "import sys; sys.modules['aiohttp'] = None; import kvplan.vllm.proxy"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "ImportError: kvplan.vllm.proxy needs aiohttp" in run.stderr
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8100", "ftp://a", "http://a/v1"])
-def test_an_url_that_is_no_server_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_url_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments(["--prefill", url, "--decode", "http://a:1"])
     assert "must be like http://127.0.0.1:8100" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "charset"), [("[" * 100_000, "utf-8"), ("{}", "unheard-of"), ("{}", "zlib")]
+)
+def test_a_body_that_cannot_be_read_is_the_clients_mistake(body: str, charset: str) -> None:
+    async def run() -> None:
+        servers = Pretended()
+        async with proxy_over([servers.prefill], [servers.decode]) as client:
+            headers = {"Content-Type": f"application/json; charset={charset}"}
+            async with client.session.post(
+                client.url + PATH, data=body.encode(), headers=headers
+            ) as response:
+                found = await response.text()
+                assert (response.status, "the body is not JSON" in found) == (400, True)
+
+    asyncio.run(run())

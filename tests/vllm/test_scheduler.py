@@ -1,4 +1,4 @@
-"""The scheduler's half: what it says to the workers of each request, and what vLLM is told."""
+"""The scheduler's half: its messages to the workers about each request, and its answers to vLLM."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def consumer() -> ConnectorScheduler:
 
 
 def finished(producer: ConnectorScheduler, name: str = "p1", **values: Any) -> dict[str, Any]:
-    """What travels with a request that has finished."""
+    """Finish a request, and return the parameters that travel with it."""
     given = {"kv_transfer_params": {"do_remote_decode": True}} | values
     held, params = producer.finished(request(name, **given), ([5, 6, 7],))
     assert held
@@ -98,13 +98,15 @@ def test_each_request_is_offered_once_under_a_handle_of_its_own(
         {"num_computed_tokens": 0},
     ],
 )
-def test_others_are_not_kept(producer: ConnectorScheduler, values: dict[str, Any]) -> None:
+def test_blocks_of_other_requests_are_not_held(
+    producer: ConnectorScheduler, values: dict[str, Any]
+) -> None:
     given = {"kv_transfer_params": {"do_remote_decode": True}} | values
     assert producer.finished(request(**given), ([5],)) == (False, None)
     assert producer.take_step() == Step()
 
 
-def test_what_was_generated_is_not_offered(producer: ConnectorScheduler) -> None:
+def test_generated_tokens_are_not_offered(producer: ConnectorScheduler) -> None:
     params = finished(producer, num_computed_tokens=len(PROMPT) + 3)
     reference = Reference.from_dict(params["kvplan"])
     assert (reference.num_tokens, reference.digest) == (len(PROMPT), token_digest(PROMPT))
@@ -118,17 +120,17 @@ def test_a_request_is_expected_and_then_fetched(
     (reference,) = consumer.take_step().expected.values()
     assert reference == Reference.from_dict(arriving.kv_transfer_params["kvplan"])
     assert consumer.missing_tokens(arriving, 32) == 38
-    assert consumer.missing_tokens(arriving, 32) == 38  # it may be asked often
+    assert consumer.missing_tokens(arriving, 32) == 38  # vLLM may ask several times
     consumer.allocated(arriving, ([1, 2, 3],), 38)
     assert consumer.take_step().fetched == {"r1": (reference, Target((1, 2, 3), 32))}
     consumer.fetched(["r1"])
-    assert consumer.missing_tokens(arriving, 0) == 0  # after a failure it is computed here
+    assert consumer.missing_tokens(arriving, 0) == 0  # after a failure this engine computes it
     consumer.allocated(arriving, ([1, 2, 3],), 0)
     assert consumer.finished(arriving, ([1, 2, 3],)) == (False, None)
     assert consumer.take_step() == Step()
 
 
-def test_what_is_here_already_is_dropped(
+def test_a_request_with_all_tokens_here_is_dropped(
     producer: ConnectorScheduler, consumer: ConnectorScheduler
 ) -> None:
     arriving = request(kv_transfer_params=finished(producer))
@@ -139,7 +141,7 @@ def test_what_is_here_already_is_dropped(
     assert (set(step.dropped), step.fetched) == ({"r1"}, {})
 
 
-def test_what_is_aborted_before_it_has_blocks_is_dropped(
+def test_a_request_aborted_before_it_has_blocks_is_dropped(
     producer: ConnectorScheduler, consumer: ConnectorScheduler
 ) -> None:
     arriving = request(kv_transfer_params=finished(producer), status="FINISHED_ABORTED")
@@ -149,7 +151,7 @@ def test_what_is_aborted_before_it_has_blocks_is_dropped(
 
 
 @pytest.mark.parametrize(("num_tokens", "fetched"), [(40, 40), (70, 70), (75, 70)])
-def test_no_more_is_fetched_than_either_side_has(
+def test_only_tokens_that_both_sides_have_are_fetched(
     producer: ConnectorScheduler, consumer: ConnectorScheduler, num_tokens: int, fetched: int
 ) -> None:
     tokens = [*PROMPT, 1, 2, 3, 4, 5][:num_tokens]
@@ -160,7 +162,7 @@ def test_no_more_is_fetched_than_either_side_has(
     assert consumer.missing_tokens(arriving, 32) == fetched - 32
 
 
-def test_a_request_is_asked_for_by_its_own_tokens(
+def test_the_digest_is_of_the_consumers_tokens(
     producer: ConnectorScheduler, consumer: ConnectorScheduler
 ) -> None:
     others = [1, *PROMPT[1:]]
@@ -169,7 +171,7 @@ def test_a_request_is_asked_for_by_its_own_tokens(
     assert reference.digest == token_digest(others) != token_digest(PROMPT)
 
 
-def test_more_than_tokens_counts(
+def test_other_inputs_than_tokens_count(
     producer: ConnectorScheduler, consumer: ConnectorScheduler
 ) -> None:
     params = finished(producer, cache_salt="salt")
@@ -180,12 +182,15 @@ def test_more_than_tokens_counts(
     assert expected["same"].digest == theirs.digest != expected["plain"].digest
 
 
-def test_requests_with_inputs_that_are_not_known_are_not_transferred(
+def test_requests_with_unknown_inputs_are_not_transferred(
     producer: ConnectorScheduler,
 ) -> None:
     params = finished(producer)
-    strict = ConnectorScheduler("another's", count_keys=lambda request, num_tokens: 1)
-    strict.arrived(request(kv_transfer_params=params))
+    counted: list[tuple[Any, int]] = []
+    strict = ConnectorScheduler("another's", count_keys=lambda *given: counted.append(given) or 1)
+    arriving = request(kv_transfer_params=params)
+    strict.arrived(arriving)
+    assert counted == [(arriving, len(PROMPT))]
     step = strict.take_step()
     assert (step.expected, set(step.dropped)) == ({}, {"r1"})  # its producer may free it
     model = computing()
@@ -196,7 +201,7 @@ def test_requests_with_inputs_that_are_not_known_are_not_transferred(
 
 
 @pytest.mark.parametrize("reference", [None, {}, {"protocol": 9}, {"remote_block_ids": [1]}])
-def test_what_is_no_reference_is_computed_here(
+def test_a_request_with_an_invalid_reference_is_computed_here(
     consumer: ConnectorScheduler, reference: dict[str, Any] | None
 ) -> None:
     arriving = request(kv_transfer_params={"do_remote_prefill": True, "kvplan": reference})
@@ -206,15 +211,15 @@ def test_what_is_no_reference_is_computed_here(
 
 
 def computing(name: str = "p1", computed: int = 0, **values: Any) -> Any:
-    """A request that has arrived at its producer, whose consumer may wait for it already."""
+    """Return a request that has arrived at its producer; its consumer may wait for it already."""
     params = {"do_remote_decode": True, "kvplan": {"transfer": "cmpl-1"}}
     return request(name, kv_transfer_params=params, num_computed_tokens=computed, **values)
 
 
-def test_of_a_request_with_a_transfer_each_step_says_what_it_computes(
+def test_each_step_of_a_transfer_reports_its_computed_tokens(
     producer: ConnectorScheduler,
 ) -> None:
-    model = computing(computed=32)  # which the prefix cache had
+    model = computing(computed=32)  # the prefix cache had them
     producer.arrived(model)
     blocks = {"p1": [5, 6, 7], "other": [8]}
     producer.computing({"p1": 20, "other": 3}, blocks.get)
@@ -224,7 +229,7 @@ def test_of_a_request_with_a_transfer_each_step_says_what_it_computes(
     producer.computing({"p1": 18}, blocks.get)
     assert producer.take_step().chunks == [Chunk("cmpl-1", digest, (5, 6, 7), 70, True)]
     model.num_computed_tokens = 70
-    producer.computing({"p1": 1}, blocks.get)  # what it generates is nobody's
+    producer.computing({"p1": 1}, blocks.get)  # a generated token is not transferred
     assert producer.take_step() == Step()
     held, params = producer.finished(model, ([5, 6, 7],))
     assert held
@@ -245,7 +250,7 @@ def test_a_request_that_is_preempted_is_computed_again(producer: ConnectorSchedu
     assert (chunk.blocks, chunk.end, chunk.last) == ((1, 2, 3), 70, True)
 
 
-def test_consumers_of_a_request_that_is_aborted_are_told(producer: ConnectorScheduler) -> None:
+def test_consumers_of_an_aborted_request_are_notified(producer: ConnectorScheduler) -> None:
     model = computing(status=SimpleNamespace(name="FINISHED_ABORTED"))
     producer.arrived(model)
     assert producer.finished(model, ([5],)) == (False, None)
@@ -253,13 +258,13 @@ def test_consumers_of_a_request_that_is_aborted_are_told(producer: ConnectorSche
 
 
 def waiting(producer: ConnectorScheduler) -> dict[str, Any]:
-    """What travels with a request that its producer has not finished."""
-    known = finished(producer)["kvplan"]  # what an earlier answer said of the producer
-    theirs = {key: known[key] for key in ("protocol", "instance", "sources")}
+    """Return the parameters of a request that its producer has not finished."""
+    by_number = finished(producer)["kvplan"]  # an earlier answer describes the producer
+    theirs = {key: by_number[key] for key in ("protocol", "instance", "sources")}
     return {"do_remote_prefill": True, "kvplan": theirs | {"transfer": "cmpl-1"}}
 
 
-def test_a_request_that_has_not_finished_is_expected_by_its_name(
+def test_an_unfinished_request_is_expected_by_its_transfer(
     producer: ConnectorScheduler, consumer: ConnectorScheduler
 ) -> None:
     arriving = request(kv_transfer_params=waiting(producer))
@@ -271,11 +276,11 @@ def test_a_request_that_has_not_finished_is_expected_by_its_name(
     consumer.allocated(arriving, ([1, 2, 3],), 38)
     consumer.take_step()
     assert consumer.finished(arriving, ([1, 2, 3],)) == (False, None)
-    assert consumer.take_step().cancelled == ["r1"]  # nobody waits for it any more
+    assert consumer.take_step().cancelled == ["r1"]  # the request is not awaited any more
 
 
 @pytest.mark.parametrize("reported", [False, True])
-def test_a_name_that_an_aborted_request_still_has_is_not_fetched(
+def test_a_request_with_the_name_of_an_aborted_one_is_not_fetched(
     producer: ConnectorScheduler, consumer: ConnectorScheduler, reported: bool
 ) -> None:
     """Clients choose names. The worker would refuse this one, which would end vLLM's engine."""
@@ -296,7 +301,7 @@ def test_a_name_that_an_aborted_request_still_has_is_not_fetched(
 
 
 @pytest.mark.parametrize("in_use", [True, False])
-def test_each_aborted_request_of_a_name_is_dropped_under_a_name_of_its_own(
+def test_aborted_requests_of_one_name_are_dropped_under_unique_names(
     producer: ConnectorScheduler, consumer: ConnectorScheduler, in_use: bool
 ) -> None:
     """All come in one step. A living request may have the name that would be next."""
@@ -331,7 +336,9 @@ def test_a_request_by_transfer_of_a_name_in_use_is_not_dropped(
 
 
 @pytest.mark.parametrize("transfer", [7, "x" * 129, "a\n", None])
-def test_a_transfer_that_has_no_name_is_none(producer: ConnectorScheduler, transfer: Any) -> None:
+def test_a_transfer_with_an_invalid_name_is_ignored(
+    producer: ConnectorScheduler, transfer: Any
+) -> None:
     model = computing()
     model.kv_transfer_params["kvplan"] = {"transfer": transfer}
     producer.arrived(model)
@@ -340,7 +347,7 @@ def test_a_transfer_that_has_no_name_is_none(producer: ConnectorScheduler, trans
 
 
 def windowed_offer(**values: Any) -> tuple[Any, dict[str, Any] | None, Step]:
-    """A prompt of 70 tokens has finished, in blocks of 32, and one layer sees the last 32."""
+    """Finish a prompt of 70 tokens in blocks of 32, of which one layer uses the last 32."""
     producer = ConnectorScheduler("an engine's id", windowed=True)
     producer.set_workers({(0, 0): WorkerAddress(11, "a:1")})
     given = {"kv_transfer_params": {"do_remote_decode": True}, "prompt_token_ids": [*PROMPT]}
@@ -356,8 +363,13 @@ def test_blocks_that_a_window_has_left_are_not_offered() -> None:
     assert step.offers[0].blocks == (Table((4, 9), 1), Table((5, 6, 7)))
 
 
-def test_the_last_token_is_left_to_the_consumer_of_a_window() -> None:
-    item, params, step = windowed_offer()
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_consumer_of_a_window_computes_the_last_token(shared: bool) -> None:
+    """The list of all tokens may be that of the prompt, or another one."""
+    tokens = [*PROMPT]
+    item, params, step = windowed_offer(
+        prompt_token_ids=tokens, _all_token_ids=tokens if shared else [*PROMPT]
+    )
     assert (item.prompt_token_ids, item._all_token_ids) == (PROMPT[:-1], PROMPT[:-1])
     assert (item.num_prompt_tokens, item.max_tokens) == (69, 1)
     assert params
@@ -366,7 +378,7 @@ def test_the_last_token_is_left_to_the_consumer_of_a_window() -> None:
     assert step.offers[0].digest == theirs.digest
 
 
-def test_of_a_single_token_none_is_left() -> None:
+def test_a_single_token_is_not_left_to_the_consumer() -> None:
     item, params, _ = windowed_offer(prompt_token_ids=[7], _all_token_ids=[7], num_prompt_tokens=1)
     assert (item.prompt_token_ids, item.max_tokens) == ([7], 16)
     assert params

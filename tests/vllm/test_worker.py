@@ -1,4 +1,4 @@
-"""A prefilling worker in another process, a decoding one here, on caches as vLLM has them."""
+"""A prefilling worker in another process and a decoding one here, with caches as in vLLM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = list(range(1000, 1070))  # 70 tokens: blocks of 32, 32 and 6
 
 
 class Peer(peer.Peer):
-    """What it runs can use its `worker`, the prefilling one."""
+    """A process whose snippets can use its `worker`, the prefilling one."""
 
     module = "tests.vllm.peer_process"
 
@@ -40,7 +40,7 @@ def decode() -> Iterator[VllmWorker]:
 
 
 def start(prefill: Peer, blocks: list[int], **options: Any) -> dict[str, Any]:
-    """Let it compute a prompt: each block has content of its own, anywhere else is 0."""
+    """Let the peer compute a prompt: each of its blocks has different content, all others are 0."""
     return dict(
         prefill.run(
             """
@@ -60,7 +60,7 @@ def start(prefill: Peer, blocks: list[int], **options: Any) -> dict[str, Any]:
 
 
 def content(layer: int, position: int) -> list[list[int]]:
-    """Of keys and values, of each head."""
+    """Return the content of keys and values, for each head."""
     base = 1000 * layer + 100 * position
     return [[base, base + 1], [base + 10, base + 11]]
 
@@ -71,14 +71,14 @@ def test_blocks_arrive_whole(prefill: Peer, decode: VllmWorker) -> None:
     assert decode.results() == (set(), {"d1"}, set())
     for layer in (9, 10):
         packed = decode.packed(layer)
-        for at, block in enumerate((2, 4, 0)):
-            assert packed[block].min(axis=-1).tolist() == content(layer, at)
-            assert packed[block].max(axis=-1).tolist() == content(layer, at)
+        for number, block in enumerate((2, 4, 0)):
+            assert packed[block].min(axis=-1).tolist() == content(layer, number)
+            assert packed[block].max(axis=-1).tolist() == content(layer, number)
         assert not packed[[1, 3, 5, 6, 7]].any()
     assert prefill.run("result = worker.results()") == ({"p1"}, set(), set())
 
 
-def test_what_the_prefix_cache_has_is_not_touched(prefill: Peer, decode: VllmWorker) -> None:
+def test_blocks_of_the_prefix_cache_are_not_touched(prefill: Peer, decode: VllmWorker) -> None:
     params = start(prefill, [6, 1, 3])
     decode.packed(9)[2] = 5
     decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0], computed=32)
@@ -94,14 +94,14 @@ def test_the_blocks_of_a_request_that_fails_are_named(prefill: Peer, decode: Vll
     decode.fetch(decode.request("d2", PROMPT, params), [2, 5, 7], computed=32)
     assert decode.results() == (set(), {"d2"}, {5, 7})
     decode.fetch(decode.request("d3", PROMPT, params), [2, 5, 7], computed=40)
-    assert decode.results() == (set(), {"d3"}, {5, 7})  # of block 5 only a part was missing
+    assert decode.results() == (set(), {"d3"}, {5, 7})  # only a part of block 5 was missing
 
 
 @pytest.mark.parametrize("expected", [True, False])
 def test_the_next_request_of_a_name_is_fetched(
     prefill: Peer, decode: VllmWorker, expected: bool
 ) -> None:
-    """Its predecessor is aborted before it has blocks, in the step in which the next arrives."""
+    """The first request of the name is aborted before it has blocks, in the step of the second."""
     first = decode.request("d1", PROMPT, start(prefill, [6, 1, 3]))
     offered = prefill.run("result = worker.finish('p2', prompt, [2, 4, 5])", prompt=PROMPT)
     again = decode.request("d1", PROMPT, offered)
@@ -153,7 +153,7 @@ def test_a_request_that_expires_is_counted_once(decode: VllmWorker) -> None:
     assert counted == [2, 0, 1, 0]
 
 
-def test_an_idle_step_waits_for_what_is_fetched(prefill: Peer, decode: VllmWorker) -> None:
+def test_an_idle_step_waits_for_fetched_requests(prefill: Peer, decode: VllmWorker) -> None:
     params = start(prefill, [6, 1, 3])
     decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0])
     while not (results := decode.worker.results(idle=True)).received:
@@ -193,7 +193,7 @@ def test_blocks_of_another_size_are_in_another_order(prefill: Peer, decode: Vllm
     assert not decode.packed(9).any()
 
 
-def test_a_cache_of_other_blocks_than_the_scheduler_has_is_refused() -> None:
+def test_a_cache_with_other_blocks_than_the_schedulers_is_refused() -> None:
     worker = VllmWorker("decode", produces=False)
     layers = {
         name: CpuTensor(np.zeros((BLOCKS + 1, 2, 32, 8), np.float32)) for name in worker.layers
@@ -203,10 +203,30 @@ def test_a_cache_of_other_blocks_than_the_scheduler_has_is_refused() -> None:
     worker.worker.close()
 
 
+def test_a_layer_without_a_tensor_is_refused() -> None:
+    worker = VllmWorker("decode", produces=False)
+    layers = {name: CpuTensor(array) for name, array in worker.layers.items()}
+    absent, _ = layers.popitem()
+    with refused("LLM_PARAM_INVALID", f"layer {absent} has no tensor"):
+        worker.worker.register(layers)
+    worker.worker.close()
+
+
+def test_a_worker_that_is_closed_has_no_cache_and_no_address() -> None:
+    worker = VllmWorker("prefill")
+    exchange = worker.worker.exchange
+    for _ in range(2):
+        worker.worker.close()
+    assert worker.worker.address is None
+    assert not exchange._thread.is_alive()
+    with refused("LLM_FAILED", "the connector has no cache"):
+        _ = worker.worker.exchange
+
+
 def test_a_cache_that_the_engine_refuses_leaves_no_engine() -> None:
-    """It has the cache of the first group by then, and listens. The error is kept."""
+    """The engine has the cache of the first group by then, and listens. The error is kept."""
     worker = VllmWorker("prefill", windows=(0, 64))
-    worker.worker.close()  # first, for what this process keeps in any case
+    worker.worker.close()  # first, for objects that this process keeps in any case
     layers = {name: CpuTensor(array) for name, array in worker.layers.items()}
     layers["model.layers.11.attn"] = layers["model.layers.12.attn"]
     before = Held.now()
@@ -218,7 +238,7 @@ def test_a_cache_that_the_engine_refuses_leaves_no_engine() -> None:
     assert worker.worker.address is None
 
 
-def test_a_producer_that_listens_everywhere_must_say_where_it_is() -> None:
+def test_a_producer_that_listens_everywhere_needs_an_address() -> None:
     with refused("LLM_PARAM_INVALID", 'listen="0.0.0.0:0" stands for all addresses.*advertise'):
         VllmWorker("prefill", listen="0.0.0.0:0")
     engine = {"llm.ListenIpInfo": "127.0.0.1:0"}
@@ -238,7 +258,7 @@ def test_a_worker_names_the_layers_of_its_stage() -> None:
 
 
 def test_a_stage_is_fetched_from_a_worker_of_all_layers(prefill: Peer) -> None:
-    """A consumer of four layers in two stages; the producer has them in one."""
+    """A consumer has four layers in two stages; the producer has them in one."""
     decode = VllmWorker("decode", produces=False, place=Place(0, 1, 1, ((0, 2), (2, 4))))
     params = prefill.run(
         """
@@ -258,7 +278,10 @@ def test_a_stage_is_fetched_from_a_worker_of_all_layers(prefill: Peer) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_mla_is_fetched_whole_by_each_worker(prefill: Peer, rank: int) -> None:
-    """Its tokens are contiguous, so that block sizes may differ; of two workers each reads one."""
+    """Tokens of MLA are contiguous, so block sizes may differ.
+
+    Each of two workers reads one source.
+    """
     decode = VllmWorker(
         "decode", produces=False, latent=True, block_tokens=16, place=Place(rank, 2)
     )
@@ -287,7 +310,7 @@ def test_mla_is_fetched_whole_by_each_worker(prefill: Peer, rank: int) -> None:
     decode.worker.close()
 
 
-def test_a_cache_of_no_such_tensors_is_refused(decode: VllmWorker) -> None:
+def test_a_cache_of_other_tensors_is_refused(decode: VllmWorker) -> None:
     with refused("LLM_PARAM_INVALID", "must have tensors of 4 or 3 dimensions"):
         decode.worker.register(
             {name: CpuTensor(np.zeros((8, 64), np.float32)) for name in decode.layers}
@@ -295,9 +318,9 @@ def test_a_cache_of_no_such_tensors_is_refused(decode: VllmWorker) -> None:
 
 
 def pushing(prefill: Peer, decode: VllmWorker, computed: int = 0) -> Any:
-    """Let the decoding worker wait for a prompt, whose computation begins; return its request."""
-    known = start(prefill, [6, 1, 3], mode="push")["kvplan"]
-    theirs = {key: known[key] for key in ("protocol", "instance", "sources")}
+    """Let the decoding worker wait for a prompt that is being computed, and return its request."""
+    by_number = start(prefill, [6, 1, 3], mode="push")["kvplan"]
+    theirs = {key: by_number[key] for key in ("protocol", "instance", "sources")}
     params = {"do_remote_prefill": True, "kvplan": theirs | {"transfer": "cmpl-2"}}
     arrived = decode.request("d1", PROMPT, params)
     decode.fetch(arrived, [2, 4, 0], computed=computed)
@@ -330,10 +353,13 @@ def pushing(prefill: Peer, decode: VllmWorker, computed: int = 0) -> Any:
     return arrived
 
 
-def test_with_push_each_layer_moves_when_it_is_computed(prefill: Peer) -> None:
+@pytest.mark.parametrize("reported", ["9, 10", "9", ""])
+def test_with_push_each_layer_moves_when_it_is_computed(prefill: Peer, reported: str) -> None:
+    """Each layer moves with its step at the latest: vLLM need not report each layer."""
     decode = VllmWorker("decode", produces=False, mode="push")
     pushing(prefill, decode)
-    prefill.run("step(70, (9, 10)); finish()")
+    prefill.run("for layer in (9, 10): worker.packed(layer)[[5, 0, 7]] = layer")
+    prefill.run(f"step(70, [{reported}]); finish()")
     assert decode.worker.exchange.wait(60_000)
     (result,) = decode.worker.exchange.take_results()
     assert (result.error, result.pushed) == (None, 70)
@@ -343,13 +369,29 @@ def test_with_push_each_layer_moves_when_it_is_computed(prefill: Peer) -> None:
     decode.worker.close()
 
 
+def test_a_request_that_its_producer_aborts_is_not_waited_for(prefill: Peer) -> None:
+    decode = VllmWorker("decode", produces=False, mode="push")
+    pushing(prefill, decode)
+    prefill.run(
+        """
+        request.status.name = "FINISHED_ABORTED"
+        worker.scheduler.finished(request, ([5, 0, 7],))
+        worker.worker.prepare(worker.scheduler.take_step())
+        """
+    )
+    assert decode.worker.exchange.wait(60_000)
+    (result,) = decode.worker.exchange.take_results()
+    assert "cmpl-2 was not finished by its producer" in str(result.error)
+    decode.worker.close()
+
+
 @pytest.mark.parametrize(
     ("code", "failed"), [("step(70, [9])", {4, 0}), ("step(64, [9, 10])", {0})]
 )
 def test_a_producer_that_dies_in_the_middle_costs_one_computation(
     prefill: Peer, code: str, failed: set[int]
 ) -> None:
-    """Between two layers, or before the rest is pulled: only what is missing is named, and once."""
+    """Between two layers, or before the rest is pulled, missing blocks are named exactly once."""
     decode = VllmWorker("decode", produces=False, mode="push")
     assert decode.worker._engine is not None
     finished = Event()
@@ -364,7 +406,7 @@ def test_a_producer_that_dies_in_the_middle_costs_one_computation(
         prefill.kill()
     assert decode.results() == (set(), {"d1"}, failed)  # long before prefill_timeout_ms
     assert np.all(decode.packed(9)[2] == 5)
-    assert decode.scheduler.missing_tokens(arrived, 32) == 0  # it is computed here
+    assert decode.scheduler.missing_tokens(arrived, 32) == 0  # this engine computes it
     assert decode.worker.exchange._engine.leases() == []
     decode.worker.close()
 
@@ -378,7 +420,7 @@ def test_push_needs_host_memory() -> None:
     worker.worker.close()
 
 
-def test_its_engine_has_the_device_that_the_cache_is_on() -> None:
+def test_the_engine_has_the_device_of_the_cache() -> None:
     worker = VllmWorker("prefill", engine={"kvplan.accelerator": "none", "llm.DeviceId": "1"})
     layers = {name: CpuTensor(np.zeros((BLOCKS, 2, 32, 8), np.float32)) for name in worker.layers}
     for layer in layers.values():
@@ -389,8 +431,8 @@ def test_its_engine_has_the_device_that_the_cache_is_on() -> None:
     worker.worker.close()
 
 
-def test_of_a_window_what_it_still_sees_is_fetched(prefill: Peer) -> None:
-    """The first 32 of 70 tokens have left the window: vLLM has given back their block."""
+def test_the_tokens_of_a_window_are_fetched(prefill: Peer) -> None:
+    """The first 32 of 70 tokens have left the window, and vLLM has taken back their block."""
     decode = VllmWorker("decode", produces=False, windows=(32, 0))
     params = prefill.run(
         """
@@ -414,7 +456,8 @@ def test_of_a_window_what_it_still_sees_is_fetched(prefill: Peer) -> None:
         assert not packed[[0, 5, 6]].any()
     assert prefill.run("result = worker.results()") == ({"p1"}, set(), set())
     decode.fetch(decode.request("d2", PROMPT, params), [0, 3, 1], [5, 4, 2])
-    assert decode.results() == (set(), {"d2"}, {"d2"})  # vLLM finds no request by its blocks here
+    # vLLM cannot find a request by its blocks here
+    assert decode.results() == (set(), {"d2"}, {"d2"})
     decode.worker.close()
 
 

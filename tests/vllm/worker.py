@@ -1,4 +1,4 @@
-"""A worker of vLLM on a CPU, as its connector sees it; used by tests, and by their peers."""
+"""A worker of vLLM on a CPU, as its connector sees it, for tests and their peers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYERS, BLOCKS, HEADS, DIM = 2, 8, 2, 4
 
 
 class CpuTensor:
-    """What is used of a torch tensor: an array that says where it is, and has `view`."""
+    """An array with the used part of a torch tensor's interface: its device and `view`."""
 
     device = SimpleNamespace(type="cpu")
 
@@ -32,14 +32,14 @@ class CpuTensor:
 
 
 class VllmWorker:
-    """Both halves of a connector, and the cache of its worker.
+    """A worker with both halves of a connector, and its cache.
 
     Attributes:
-        layers: an array for each, as vLLM shows them; layer 10 comes after layer 9. Groups share
-            the arrays, as vLLM has it: a block is of one group at a time.
+        layers: An array for each layer, as in vLLM; layer 10 comes after layer 9. Groups share
+            the arrays: a block belongs to one group at a time.
 
     Args:
-        windows: of each group of two layers; 0: none.
+        windows: Window of each group of two layers; 0 means none.
         latent: True for layers of MLA, which all workers have whole.
     """
 
@@ -92,12 +92,12 @@ class VllmWorker:
             self.scheduler.set_workers({(0, 0): address})
 
     def packed(self, layer: int) -> NDArray[np.float32]:
-        """A layer as attention on CPUs has it: (block, head, keys or values, content)."""
+        """Return a layer as attention on CPUs has it: (block, head, keys or values, content)."""
         array = self.layers[f"model.layers.{layer}.attn"]
         return array.reshape(len(array), HEADS, 2, -1)
 
     def finish(self, name: str, prompt: list[int], *blocks: list[int]) -> dict[str, Any]:
-        """Let a request finish, with blocks in each group; returns what travels with it."""
+        """Let a request finish with blocks in each group, and return its parameters."""
         request = self.request(name, prompt, {"do_remote_decode": True})
         self.scheduler.arrived(request)
         _, params = self.scheduler.finished(request, blocks)
@@ -135,7 +135,7 @@ class VllmWorker:
         )
 
     def results(self) -> tuple[set[str], set[str], set[int | str]]:
-        """What vLLM is told after a step, once there is something: what failed at last."""
+        """Wait for results after a step, and return them; failed blocks come last."""
         assert self.worker.exchange.wait(60_000)
         found = self.worker.results()
         return found.sent, found.received, found.failed_blocks | found.failed

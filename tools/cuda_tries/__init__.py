@@ -1,1 +1,1 @@
-"""What tools/try_cuda.py tries; each in a process of its own."""
+"""The tries of tools/try_cuda.py; each runs in a process of its own."""

@@ -47,13 +47,13 @@ class Other:
         return line.strip()
 
     def say(self, *words: object) -> None:
-        """A line, whose answer `do` or `answer` reads."""
+        """Send a line, whose answer `do` or `answer` reads."""
         assert self.process.stdin is not None
         self.process.stdin.write(" ".join(map(str, words)) + "\n")
         self.process.stdin.flush()
 
     def do(self, *words: object) -> str:
-        """A line, and its answer."""
+        """Send a line, and return its answer."""
         self.say(*words)
         return self._answer()
 
@@ -73,7 +73,7 @@ class Other:
 def linked(
     notes: Notes, transport: str, tensors: int = 4, blocks: int = 64, block: int = 32 << 10
 ) -> Iterator[tuple[LlmDataDist, Other]]:
-    """An engine, linked with another in a process of its own."""
+    """Link an engine with another in a process of its own."""
     if notes.quick:
         tensors, blocks, block = 2, 16, 4096
     other = Other(tensors, blocks, block, transport)
@@ -143,7 +143,7 @@ def there_and_back(
 
 
 def try_freed(notes: Notes) -> None:
-    """A peer frees and allocates in mid-transfer: what succeeds has the bytes that were there."""
+    """Let a peer free and allocate in mid-transfer: what succeeds has the bytes that were there."""
     rounds = 4 if notes.quick else 40
     for kind in ("make", "register"):
         with linked(notes, "local") as (datadist, other):
@@ -186,7 +186,7 @@ def try_freed(notes: Notes) -> None:
 
 
 def try_killed(notes: Notes) -> None:
-    """A peer is killed in mid-transfer: an error, no hang, and the device goes on."""
+    """Kill a peer in mid-transfer: an error, no hang, and the device goes on."""
     for _ in range(1 if notes.quick else 5):
         with linked(notes, "local") as (datadist, other):
             cache = datadist.allocate_blocks_cache(
@@ -222,7 +222,7 @@ def try_killed(notes: Notes) -> None:
 
 
 def try_leases(notes: Notes) -> None:
-    """A lease stands, and a stale one is refused, though its memory is still there."""
+    """Pull by a lease that stands; a stale one is refused, though its memory is still there."""
     with linked(notes, "local") as (datadist, other):
         cache = datadist.allocate_blocks_cache(paged(other.tensors, *other.shape, Placement.DEVICE))
         other.do("make", 1, "DEVICE", 1)
@@ -242,11 +242,11 @@ def try_leases(notes: Notes) -> None:
 
 
 def try_ucx(notes: Notes) -> None:
-    """The transport ucx between two processes: the tests of the checkout, which need a GPU."""
+    """Run the checkout's tests of the transport ucx between two processes, which need a GPU."""
     root = Path(__file__).parents[2]
     tests = root / "tests/transport/ucx/test_cuda.py"
     if not tests.exists():
-        raise SkippedError("this is no checkout")
+        raise SkippedError("this is not a checkout")
     try:
         notes.add("library", "says", find_ucx().path)
     except LLMException as error:

@@ -1,4 +1,4 @@
-"""What the driver and this host allow, asked of them directly: without kvplan, and without NumPy.
+"""A diagnosis of the driver and this host by direct questions: without kvplan, and without NumPy.
 
 It comes first, and says something where all else fails. Each question stands alone. Run as a
 program it is the other process of the questions, or holds a context: a driver that no process uses
@@ -59,7 +59,7 @@ ATTRIBUTES = {
     "GPUDirect RDMA of virtual memory": 110,
     "dma-buf": 124,
 }
-"""Of a device, with its number for `cuDeviceGetAttribute`."""
+"""Attributes of a device, with their numbers for `cuDeviceGetAttribute`."""
 
 
 class Location(ctypes.Structure):
@@ -108,7 +108,7 @@ class Driver:
         self.device = 0
 
     def code(self, name: str, *arguments: Any) -> int:
-        """What it returns; -1: the library has no such call."""
+        """Return the result of a call; -1 if the library lacks the call."""
         function = getattr(self.library, name, None)
         return _NOT_THERE if function is None else int(function(*arguments))
 
@@ -120,7 +120,7 @@ class Driver:
             raise Refused(f"{name}: {self.name_of(code)}")
 
     def out(self, kind: Any, name: str, *arguments: Any) -> int:
-        """Of a call whose first argument takes the answer."""
+        """Return the answer of a call whose first argument takes it."""
         made = kind()
         self.call(name, ctypes.byref(made), *arguments)
         return int(made.value or 0)
@@ -144,7 +144,7 @@ class Driver:
 
 
 def try_diagnosis(notes: Notes) -> None:
-    """This host, the driver, the device, its memory, and what two processes may share."""
+    """Note this host, the driver, the device, its memory, and what two processes may share."""
     for name, value in host().items():
         notes.add(name, "says", value)
     notes.add("packages", "says", packages())
@@ -174,7 +174,7 @@ def try_diagnosis(notes: Notes) -> None:
 
 
 def ask(notes: Notes, step: str, check: Callable[..., str], *arguments: Any) -> None:
-    """What is refused here is no failure of kvplan's."""
+    """Note the answer of a check. A refusal here is not a failure of kvplan."""
     try:
         notes.add(step, "ok", check(*arguments))
     except (Refused, OSError, ValueError, subprocess.SubprocessError) as error:
@@ -220,7 +220,7 @@ def text_of(path: str) -> str:
 
 
 def said(*command: str) -> str:
-    """What a program prints, where there is such a program."""
+    """Return what a program prints, if it exists."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_S, check=False)
     except (OSError, subprocess.SubprocessError) as error:
@@ -249,7 +249,7 @@ def devices(notes: Notes, driver: Driver) -> None:
 
 
 def described(driver: Driver, number: int, count: int) -> str:
-    """Its name, and the others that it reaches."""
+    """Return the name of a device, and the others that it reaches."""
     device = driver.out(_int, "cuDeviceGet", number)
     name = ctypes.create_string_buffer(256)
     driver.call("cuDeviceGetName", name, len(name), device)
@@ -294,11 +294,11 @@ POINTER = {
     "IPC handle": 10,
     "pool": 17,
 }
-"""Of an address, with its number for `cuPointerGetAttributes`: kvplan relies on these."""
+"""Attributes of an address, with their numbers for `cuPointerGetAttributes`: kvplan needs these."""
 
 
 def said_of(driver: Driver, address: int) -> str:
-    """What the driver answers of memory, relative to the address where it is one."""
+    """Return what the driver says of memory; addresses are relative to `address`."""
     values = [_address() for _ in POINTER]
     asked = (_int * len(values))(*POINTER.values())
     places = (_pointer * len(values))(*map(ctypes.addressof, values))
@@ -380,7 +380,7 @@ class VirtualMemory:
         driver.call("cuMemSetAccess", at, size, ctypes.byref(Access(where, 3)), _size(1))
 
     def export(self) -> int:
-        """A file descriptor."""
+        """Return a file descriptor of the memory."""
         return self._driver.out(
             _int, "cuMemExportToShareableHandle", _address(self.handle), 1, _address(0)
         )
@@ -395,7 +395,7 @@ class VirtualMemory:
 
 
 def shared(notes: Notes, driver: Driver) -> None:
-    """A child takes what this process has, by each of the ways that kvplan uses."""
+    """Let a child take what this process has, by each of the ways that kvplan uses."""
     word = b"kvplan!\n"
     target = ctypes.create_string_buffer(word, len(word))
     ask(
@@ -466,7 +466,7 @@ def read_device(driver: Driver, address: int) -> bytes:
 
 
 def child(what: str, *arguments: str) -> str:
-    """What the other process does, and finds."""
+    """Do the part of the other process, and return what it finds."""
     if what == "host":
         return read_host(*map(int, arguments)).decode()
     if what == "descriptor":

@@ -18,7 +18,7 @@ LAYERS = 4
 
 
 def torch_on_gpu() -> Any:
-    """The module.
+    """Import torch, and return the module.
 
     Raises:
         SkippedError: it is not there, or has no GPU.
@@ -42,7 +42,7 @@ LAYOUTS = {
 
 
 def try_torch(notes: Notes) -> None:
-    """Tensors in the layouts of vLLM and others are registered, and pulled between."""
+    """Register tensors in the layouts of vLLM and others, and pull between them."""
     torch = torch_on_gpu()
     notes.add("torch", "says", torch.__version__)
     model = Shard(num_layers=LAYERS, num_heads=HEADS)
@@ -84,7 +84,7 @@ def pull_into_torch(notes: Notes, torch: Any) -> None:
 
 
 def try_expandable_segments(notes: Notes) -> None:
-    """Expandable segments of torch: in one process, and between processes as kvplan says."""
+    """Use expandable segments of torch in one process, and between processes as kvplan says."""
     os.environ[EXPANDABLE] = "expandable_segments:True"  # before torch allocates
     torch = torch_on_gpu()
     with engine() as datadist:
@@ -99,7 +99,7 @@ def try_expandable_segments(notes: Notes) -> None:
 
 
 def try_cupy(notes: Notes) -> None:
-    """Arrays of CuPy, by DLPack."""
+    """Register and pull arrays of CuPy, by DLPack."""
     try:
         import cupy
     except ImportError as error:

@@ -38,7 +38,7 @@ TIMEOUT_MS = 60_000
 
 
 def engine(cluster_id: int = 0, **options: str) -> LlmDataDist:
-    """An engine on the first GPU."""
+    """Return an engine on the first GPU."""
     made = LlmDataDist(cluster_id, LlmRole.MIX)
     made.initialize({"kvplan.accelerator": "cuda", "kvplan.transport": "local", **options})
     return made
@@ -49,7 +49,7 @@ def paged(tensors: int, blocks: int, block: int, placement: Placement) -> CacheD
 
 
 def try_device(notes: Notes) -> None:
-    """What it is, and that allocations are where they are said to be."""
+    """Describe the device, and check that allocations are where they are said to be."""
     with the_device() as device:
         for name, value in device.describe().items():
             notes.add(name, "says", str(value))
@@ -77,11 +77,11 @@ WAYS: dict[Way, tuple[int, int]] = {
     "batch": (0, NO_LIMIT),
     "single": (0, 0),
 }
-"""What is to be copied with each: see `CopyTuning`."""
+"""Sizes to copy with each way: see `CopyTuning`."""
 
 
 def try_copies(notes: Notes) -> None:
-    """Each direction and way, odd sizes at odd addresses, pinned and pageable host memory."""
+    """Copy each direction and way, odd sizes at odd addresses, pinned and pageable host memory."""
     sizes = BLOCKS[::3] if notes.quick else BLOCKS
     with the_device() as device:
         for direction in COPY_DIRECTIONS:
@@ -110,7 +110,7 @@ def try_copies(notes: Notes) -> None:
 
 
 def try_tuning(notes: Notes) -> None:
-    """Which way is best on this GPU is measured; the tries and figures after this copy so."""
+    """Measure which way is best on this GPU; the tries and figures after this copy so."""
     with the_device() as device:
         spans = {"span_nbytes": 1 << 16} if notes.quick else {}
         for direction, words in cuda_copies.describe(device).items():
@@ -135,7 +135,7 @@ def try_tuning(notes: Notes) -> None:
 
 
 def tried(device: CudaDevice, direction: Any, kind: str, block: int, quick: bool) -> str:
-    """As `copied`, which other ways do not end with."""
+    """Do as `copied`, and turn a failure into a text, so that the other ways are tried."""
     try:
         return copied(device, direction, kind, block, quick)
     except (NativeError, LLMException) as error:
@@ -143,7 +143,7 @@ def tried(device: CudaDevice, direction: Any, kind: str, block: int, quick: bool
 
 
 def copied(device: CudaDevice, direction: Any, kind: str, block: int, quick: bool) -> str:
-    """What is wrong after random blocks were copied; empty: all of them arrived, and no more."""
+    """Copy random blocks, and say what is wrong; empty if all of them arrived, and no more."""
     count = min(64 if quick else 2048, max(4, (8 << 20) // block))
     apart = block + 7  # no two blocks are aligned alike
     nbytes = 2 * count * apart + 64
@@ -276,7 +276,7 @@ def try_registering(notes: Notes) -> None:
 
 
 def try_events(notes: Notes) -> None:
-    """A transfer comes after work of a stream, without the CPU."""
+    """Order a transfer after work of a stream, without the CPU."""
     desc = paged(2, 8, 4096, Placement.DEVICE)
     with the_device() as device, engine() as datadist:
         driver = Driver(device.native.library.path)
@@ -305,7 +305,7 @@ def try_events(notes: Notes) -> None:
 
 
 def try_fault(notes: Notes) -> None:
-    """A kernel of the program writes where nothing is: kvplan says so, does not hang, and ends."""
+    """Let a kernel write where nothing is: kvplan says so, does not hang, and ends."""
     with the_device() as device:
         driver = Driver(device.native.library.path)
         if not driver.computes:
@@ -325,7 +325,7 @@ def try_fault(notes: Notes) -> None:
 
 
 def try_streams(notes: Notes) -> None:
-    """What a program gives to its stream comes after a transfer, without the CPU."""
+    """Order work of a program's stream after a transfer, without the CPU."""
     desc = paged(4, 16 if notes.quick else 2048, 32 << 10, Placement.DEVICE)
     blocks = dict(enumerate(reversed(range(desc.shape[0]))))
     with the_device() as device, engine() as datadist:

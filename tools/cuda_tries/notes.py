@@ -1,4 +1,4 @@
-"""What a try has to say, step by step, in a file that its parent reads even if the process dies."""
+"""Notes of a try, step by step, in a file that its parent reads even if the process dies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Outcome = Literal["ok", "FAILED", "refused", "skipped", "says"]
 
 
 class SkippedError(Exception):
-    """What a try needs is not here; the message says what."""
+    """A try needs something that is not here; the message says what."""
 
 
 @dataclass
 class Notes:
-    """Of one try.
+    """The notes of one try.
 
     Attributes:
         quick: whether to be small.
@@ -49,7 +49,7 @@ class Notes:
 
     @contextmanager
     def refusal(self, step: str, *statuses: str) -> Iterator[None]:
-        """What is in it must be refused with one of these statuses."""
+        """Check that the block is refused with one of these statuses."""
         from kvplan import LLMException
 
         try:
@@ -65,7 +65,7 @@ Try = Callable[[Notes], None]
 
 
 def random_bytes(seed: int, *shape: int) -> NDArray[np.uint8]:
-    """The same for the same seed; none of them is 0."""
+    """Return bytes that depend only on the seed; none of them is 0."""
     import numpy as np
 
     return np.random.default_rng(seed).integers(1, 256, shape, np.uint8)
@@ -73,7 +73,7 @@ def random_bytes(seed: int, *shape: int) -> NDArray[np.uint8]:
 
 @contextmanager
 def the_device() -> Iterator[CudaDevice]:
-    """The first GPU."""
+    """Open the first GPU."""
     from kvplan.device.cuda import CudaDevice
 
     device = CudaDevice(0)

@@ -31,7 +31,7 @@ CLUSTER = 1
 
 
 def key_of(name: str) -> BlocksCacheKey:
-    """Of the cache of that name, which is a number."""
+    """Return the key of the cache of that name, which is a number."""
     return BlocksCacheKey(CLUSTER, int(name))
 
 

@@ -1,4 +1,4 @@
-"""Makes kvplan importable where there is no network: from a checkout, and wheels brought along."""
+"""Makes kvplan importable without a network: from a checkout, and wheels brought along."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def prepare(notes: Notes, wheels: Path | None, *, build: bool) -> None:
 
 
 def install(notes: Notes, wheels: Path) -> None:
-    """Each by itself, into a folder of this tool: one that does not fit spoils no other."""
+    """Install each by itself, into a folder of this tool: one that does not fit spoils no other."""
     site = PLACE / "site"
     given = sorted(wheels.glob("*.whl"))
     if not given:
@@ -82,7 +82,7 @@ def look_in(folder: Path, *, first: bool) -> None:
 
 
 def missing_packages() -> list[str]:
-    """What kvplan needs to run, and is not there or too old."""
+    """Return the packages that kvplan needs to run, and that are missing or too old."""
     project = ROOT / "pyproject.toml"
     needs = tomllib.loads(project.read_text())["project"]["dependencies"]
     missing = []
@@ -103,12 +103,12 @@ def numbers(version: str) -> list[int]:
 
 
 def why_not_importable() -> str:
-    """The last line of what Python says; empty: it can be imported."""
+    """Return the last line of what Python says; empty if kvplan can be imported."""
     return run([sys.executable, "-P", "-c", _PROBE], INSTALL_S, PLACE / "import.log")
 
 
 def compile_in_place(notes: Notes) -> None:
-    """As `make` does, with the Cython and setuptools that are installed."""
+    """Compile as `make` does, with the Cython and setuptools that are installed."""
     began = time.monotonic()
     log = PLACE / "build.log"
     problem = run(

@@ -28,7 +28,7 @@ _TAIL = 12
 
 @dataclass
 class Result:
-    """What came of a try.
+    """The result of a try.
 
     Attributes:
         how: it ended; empty: by itself, and well.
@@ -44,17 +44,17 @@ class Result:
 
     @property
     def failed(self) -> bool:
-        """Whether a step failed, or the process did."""
+        """True if a step failed, or the process did."""
         return bool(self.how) or any(step["outcome"] == "FAILED" for step in self.steps)
 
     @property
     def skipped(self) -> bool:
-        """Whether it was not tried."""
+        """True if it was not tried."""
         return not self.how and {step["outcome"] for step in self.steps} - {"says"} == {"skipped"}
 
     @property
     def words(self) -> str:
-        """Why it failed or was skipped; empty where it was well."""
+        """The reason of a failure or a skip; empty if all was well."""
         if self.how:
             return f"{self.how} {last_word(self.output)}".strip()
         outcomes = ("FAILED",) if self.failed else ("skipped",) if self.skipped else ()
@@ -67,7 +67,7 @@ class Result:
 
 
 def last_word(output: str) -> str:
-    """Where it hung, or the last line of what it printed."""
+    """Return where a try hung, or the last line of what it printed."""
     lines = output.strip().splitlines() or [""]
     for line, following in pairwise(lines):
         if line.startswith("Current thread"):
@@ -149,10 +149,10 @@ def end(process: subprocess.Popen[bytes], *, is_hanging: bool) -> None:
 
 
 def tail(result: Result) -> list[str]:
-    """The last lines of its output."""
+    """Return the last lines of a try's output."""
     return result.output.strip().splitlines()[-_TAIL:]
 
 
 def command_of(name: str, program: str, *, quick: bool) -> list[str]:
-    """What runs a try of that name."""
+    """Return the command that runs a try of that name."""
     return [sys.executable, program, "--run", name, *(["--quick"] if quick else [])]

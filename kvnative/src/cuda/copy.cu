@@ -25,7 +25,7 @@
 
 #ifdef KVN_CUDA_HOST
 
-/* Whoever runs it on the host defines these. */
+/* A program that runs it on the host defines these. */
 extern thread_local unsigned kvn_cuda_block, kvn_cuda_num_blocks;
 /* Where the bytes at a device's address are on the host. It checks them: alignment to nbytes, too. */
 extern "C" void *kvn_cuda_at(kvn_copy_word address, unsigned nbytes, bool is_store);

@@ -259,7 +259,7 @@ int kvn_device_allocate_pinned(kvn_device *device, uint64_t nbytes, void **out, 
     first = (uintptr_t)*out;
     if (first % page) {
         status = kvn_fail(failure, KVN_FAILED, 0, "%s allocates host memory at 0x%" PRIx64
-                          ", which is no page", device->ops->runtime, first);
+                          ", where no page begins", device->ops->runtime, first);
     } else {
         pthread_mutex_lock(&device->mutex);
         status = note_pinned(device, (kvn_pinned){first, first + rounded, true}, failure);

@@ -95,8 +95,8 @@ typedef struct kvn_device_ops {
     void *(*get_context)(const kvn_device *device);
     /* The context may be NULL if get_context has returned NULL, for kinds that leave *primary NULL. */
     int (*set_context)(const kvn_device *device, void *context, kvn_failure *failure);
-    /* The context that a stream of the program is in. *context is preset to the primary one, or to kvplan's if there
-     * is no primary one. NULL: the preset is always right. */
+    /* The context that a stream of the program is in. *context is preset to the primary one, or to kvplan's without a
+     * primary one. NULL: the preset is always right. */
     int (*context_of)(const kvn_device *device, kvn_stream stream, void **context, kvn_failure *failure);
     /* Called around calls on a thread of the program, and at the beginning of a thread of kvplan, if a thread of the
      * program can restrict the calls of other threads. They nest. NULL: not needed. */

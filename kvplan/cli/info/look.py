@@ -21,7 +21,8 @@ import msgspec
 import numpy as np
 
 from kvnative._backend import NativeError
-from kvnative.ascend_files import ACL_NAMES, HCCL_NAMES, HIXL_NAMES, HOME_VARIABLES, homes
+from kvnative.ascend_files import ACL_NAMES, HCCL_NAMES, HIXL_NAMES, HOME_VARIABLES, homes, is_file
+from kvplan.cli.common import NO_POOLS
 from kvplan.control.auth import ClusterKey
 from kvplan.device.ascend import OVERRIDE
 from kvplan.device.ascend import load_library as load_acl
@@ -232,7 +233,7 @@ def _of_homes(names: tuple[str, ...]) -> list[_Place]:
 
 
 def _place(path: Path, origin: str, names: tuple[str, ...]) -> _Place:
-    if path.is_file():
+    if is_file(path):
         return {"path": str(path), "origin": origin, "has": [path.name]}
     return {"path": str(path), "origin": origin, "has": _having(names, path / "lib64", path)}
 
@@ -244,9 +245,9 @@ def _of_loader(names: tuple[str, ...]) -> _Place:
 
 
 def _having(names: tuple[str, ...], *folders: Path) -> list[str]:
-    """Return the paths below these folders that exist."""
+    """Return the files below these folders that exist."""
     paths = [folder / name for folder in folders for name in names]
-    return [str(path) for path in paths if path.exists()]
+    return [str(path) for path in paths if is_file(path)]
 
 
 def _reason(error: Exception) -> str:
@@ -351,7 +352,7 @@ def _missing_for_rdma(library: str) -> list[str]:
 def _tried_copies(num_devices: int, accelerator: str, device_id: int) -> dict[str, object]:
     """Move blocks from host memory through 0, 1 or 2 device caches and back to host memory."""
     fault = one_by_one = ""
-    options = Options(accelerator=accelerator, device_id=device_id, listen_ip_info="")
+    options = Options(accelerator=accelerator, device_id=device_id, listen_ip_info="", **NO_POOLS)
     try:
         with LlmDataDist(1, LlmRole.MIX) as engine:
             engine.initialize(options)
@@ -388,7 +389,7 @@ def _tried_between_engines(transport: str) -> str:
         common = Options(transport=transport, accelerator="none", cluster_key_file=str(key))
         owner, user = LlmDataDist(1, LlmRole.MIX), LlmDataDist(2, LlmRole.MIX)
         for engine, address in ((owner, "127.0.0.1:0"), (user, "")):
-            engine.initialize(replace(common, listen_ip_info=address))
+            engine.initialize(replace(common, listen_ip_info=address, advertise="", **NO_POOLS))
             stack.callback(engine.finalize)
         user.link_clusters([ClusterInfo(1, str(owner.listen_address))]).raise_for_status()
         there, here = BlocksCacheKey(1), user.allocate_blocks_cache(_DESC)

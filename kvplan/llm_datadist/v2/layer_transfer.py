@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from time import monotonic
 from traceback import format_exc
@@ -253,18 +253,18 @@ class Destination:
             try:
                 self._task.wait(max(0.0, left_ms))
             except LLMException as error:
-                log.error("%s: %s", self._name, error)
+                if self._task.settled:  # otherwise only a verification goes on
+                    log.error("%s: %s", self._name, error)
 
     def status(self, timeout_s: float | None) -> LLMStatusCode | None:
         """Wait up to `timeout_s` seconds (None: forever); return the status, or None."""
         task = self._task
         if task is None:
             return self._refusal
-        try:
+        with suppress(LLMException):
             task.wait(None if timeout_s is None else timeout_s * 1000, stop=False)
-        except LLMException:
-            if not task.done:
-                return None
+        if not task.settled:
+            return None
         try:
             task.wait()  # raises the failure of an ended task
         except LLMException as error:

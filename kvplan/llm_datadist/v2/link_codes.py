@@ -56,10 +56,10 @@ class OwnLinks(set[int]):
 
     def unlinked(self, cluster_id: int, code: LLMStatusCode) -> LLMStatusCode:
         """Return the code of an unlink call, as if the peer had not unlinked."""
-        if code is LLMStatusCode.LLM_UNLINK_FAILED and cluster_id in self:
+        if code is LLMStatusCode.LLM_NOT_YET_LINK and cluster_id in self:
             code = LLMStatusCode.LLM_SUCCESS
-        if code is LLMStatusCode.LLM_SUCCESS:
-            self.discard(cluster_id)
+        if code in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_UNLINK_FAILED):
+            self.discard(cluster_id)  # ended here, even if the peer has not confirmed
         return code
 
 
@@ -97,8 +97,8 @@ def unlink(
     ids = [int(cluster.remote_cluster_id) for cluster in clusters]
     codes = []
     for result in _logged(engine.unlink_clusters(ids, timeout, force)):
-        code = _UNLINKED.get(result.status, result.status)
-        codes.append(code if own is None else own.unlinked(result.cluster_id, code))
+        code = result.status if own is None else own.unlinked(result.cluster_id, result.status)
+        codes.append(_UNLINKED.get(code, code))
     return _of_all(codes)
 
 

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.abc import MetaPathFinder
     from importlib.machinery import ModuleSpec
+    from logging import Handler
 
 OBSERVE = "KVPLAN_OBSERVE"  # as in kvplan.run.aliases, which is loaded only on demand
 OBSERVABLE = (
     *("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm", "rixl", "mooncake", "hixl"),
     *("kvplan.nixl", "kvplan.mooncake", "kvplan.hixl"),
 )
+HANDLER = "kvplan.run"  # name of the handler of warnings
 FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
 
 
@@ -55,12 +57,40 @@ def observe(what: str) -> None:
 
 
 def find_kvplan() -> None:
-    """Make kvplan importable, even if it is not installed."""
+    """Make kvplan importable, even if it is not installed, and show its warnings.
+
+    The program does not know kvplan's loggers. If it configures no logging, warnings go to standard
+    error, as those of most libraries do.
+    """
+    import logging
+
+    logger = logging.getLogger("kvplan")
+    if logging.lastResort is not None and not any(map(is_ours, logger.handlers)):
+        handler = logging.StreamHandler()
+        handler.name = HANDLER
+        handler.setLevel(logging.WARNING)
+        handler.addFilter(is_last_resort)
+        logger.addHandler(handler)
     try:
         import kvplan  # noqa: F401 - is it installed?
     except ModuleNotFoundError:
         # kvplan runs from a source tree, and the program was started in another folder.
         sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(FOLDER))))  # noqa: PTH120
+
+
+def is_ours(handler: Handler) -> bool:
+    """Return whether a handler of the logger `kvplan` is the one for its last resort."""
+    return handler.name == HANDLER
+
+
+def is_last_resort(_record: object) -> bool:
+    """Return whether the program has configured no logging of kvplan so far."""
+    import logging
+
+    return not logging.root.handlers and all(
+        is_ours(handler) or isinstance(handler, logging.NullHandler)
+        for handler in logging.getLogger("kvplan").handlers
+    )
 
 
 def install() -> MetaPathFinder:

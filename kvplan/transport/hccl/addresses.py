@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from kvnative.ascend_files import driver_folder
+from kvnative.ascend_files import driver_folder, is_file
 from kvplan.device.ascend import A2, A3
 from kvplan.status import LLMException, invalid, link_failed, unsupported
 from kvplan.system.logs import Log
@@ -385,9 +385,9 @@ def _checked(source: str, name: str, text: str) -> str:
 def _ask_tool(physical_id: int, environment: Mapping[str, str]) -> str | None:
     """Return the address from the driver's tool, for containers without the file."""
     tool = driver_folder(environment) / "tools" / "hccn_tool"
-    command = (
-        str(tool) if tool.exists() else shutil.which("hccn_tool", path=environment.get("PATH"))
-    )
+    command: str | None = str(tool)
+    if not is_file(tool):
+        command = shutil.which("hccn_tool", path=environment.get("PATH"))
     if command is None:
         return None
     for query in _QUERIES:

@@ -74,7 +74,7 @@ class Connections:
         is_hccs: bool,
     ) -> None:
         self.is_hccs = is_hccs
-        self.request_renewal: Callable[[], None] | None = None
+        self.request_renewal: Callable[[float | None], None] | None = None
         self.notify_unused: Callable[[int], None] = _ignore
         self._hccl = hccl
         self._peer = peer
@@ -271,7 +271,7 @@ class Connections:
         is_renewed = False
         try:
             if self.request_renewal is not None:
-                self.request_renewal()
+                self.request_renewal(None)
                 is_renewed = True
         except LLMException as error:
             _LOG.info("event=not_renewed peer=%s reason=%s", self._peer, str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import TYPE_CHECKING, Literal, Self
 from weakref import ref
 
@@ -51,18 +52,22 @@ class HcclPeerMemory(PeerMemory):
         self._backends: dict[tuple[Connection, Direction, Way], Backend] = {}
         self._seen: tuple[ref[TensorMemory], int, int | None] | None = None
 
-    def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
+    def backend(
+        self, pool: ThreadPool, direction: Direction, other: TensorMemory, timeout_ms: float | None
+    ) -> Backend:
         """See `TensorMemory.backend`: the backend of the current connection.
 
         If the memory of either side was registered after the connection was made, both ends renew
         the connection first.
         """
+        started = perf_counter()
         for _ in range(_TRIES):
             connection = self._link.connection()
             way = self._way(other, connection)
             if way is not None and not self._link.needs_renewal(connection, self._newest):
                 return self._backend(connection, direction, way)
-            self._link.renew(connection)
+            took_ms = (perf_counter() - started) * 1000
+            self._link.renew(connection, None if timeout_ms is None else timeout_ms - took_ms)
         raise timed_out(
             f"the connection to {self._link.peer} was renewed {_TRIES} times, and each time more "
             "memory was registered meanwhile: try again"
@@ -192,7 +197,7 @@ class HcclLink(TransportLink):
         # An error of HCCL may have broken the connection.
         return connection.communicator.disturbed and self._connections.request_renewal is not None
 
-    def renew(self, connection: Connection) -> None:
+    def renew(self, connection: Connection, timeout_ms: float | None = None) -> None:
         """Wait until both ends have made a newer connection than `connection`."""
         if self._connections.current() is not connection:
             return
@@ -201,7 +206,7 @@ class HcclLink(TransportLink):
                 f"memory was registered after the link to {self.peer} was made, and without "
                 "engines a connection cannot be renewed: register memory first, or link engines"
             )
-        self._connections.request_renewal()
+        self._connections.request_renewal(timeout_ms)
 
     def _check_peer(self) -> None:
         self._connections.current()  # only transfers show whether the peer is alive

@@ -29,6 +29,7 @@ from kvplan.transport.hccl.ports import packed_pair, requested, serve, why_unrea
 from kvplan.transport.hccl.registrations import HcclRegistrations
 from kvplan.transport.metadata import tag_of
 from kvplan.transport.transport import Transport
+from kvplan.validation import check_range
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,7 +82,8 @@ class HcclTransport(Transport):
             device: The device of this process.
             local_comm_res: The address of the device, as for llm.LocalCommRes; empty: detected.
                 Version 1.3 selects HIXL's client/server mode.
-            traffic_class, service_level: Of RDMA; None: the system's default.
+            traffic_class: Of RDMA, a multiple of 4 in [0, 255]; None: the system's default.
+            service_level: Of RDMA, in [0, 7]; None: the system's default.
             staging_nbytes: Bytes of device memory that stage local memory which HCCL does not
                 transfer directly, 2**14 to 2**32; 0: no staging.
             max_registrations: The maximum number at one time. Each takes 8 bytes of the device, as
@@ -99,6 +101,12 @@ class HcclTransport(Transport):
                 f"staging_nbytes={staging_nbytes} must be 0 or in [{_LEAST_STAGING}, "
                 f"{_MOST_STAGING}]"
             )
+        if traffic_class is not None:
+            check_range("traffic_class", traffic_class, 0, 255)
+            if traffic_class % 4:
+                raise invalid(f"traffic_class={traffic_class} must be a multiple of 4")
+        if service_level is not None:
+            check_range("service_level", service_level, 0, 7)
         product = _product_of(device)
         request = requested(local_comm_res, hixl_address)
         if is_hixl := request is not None:

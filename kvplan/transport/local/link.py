@@ -65,7 +65,7 @@ class LocalPeerMemory(PeerMemory):
         self._backends: dict[Direction, tuple[ThreadPool, Backend | None, Backend]] = {}
 
     def backend(
-        self, pool: ThreadPool, direction: Direction, other: TensorMemory
+        self, pool: ThreadPool, direction: Direction, other: TensorMemory, timeout_ms: float | None
     ) -> Backend | None:
         """Return the backend of a transfer; None: the transfer reads memory that is mapped here.
 
@@ -78,7 +78,7 @@ class LocalPeerMemory(PeerMemory):
                 raise self._link.unreached_from_device()
             if direction == "get":
                 return None
-            device = other.backend(pool, "get", self)
+            device = other.backend(pool, "get", self, timeout_ms)
         elif direction == "get" and self._held:
             return None
         known = self._backends.get(direction)
@@ -142,7 +142,9 @@ class LocalPeerMemory(PeerMemory):
 class LocalDeviceMemory(LocalPeerMemory):
     """Tensors in the memory of a peer's device, mapped here."""
 
-    def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
+    def backend(
+        self, pool: ThreadPool, direction: Direction, other: TensorMemory, timeout_ms: float | None
+    ) -> Backend:
         """Return the backend of this process's device, between the peer's device and `other`.
 
         The backend announces writes to the owner, and also reads if only the announcement prevents

@@ -248,6 +248,8 @@ class PeerAllocations:
                 raise refused_with from None  # `refused` adds advice to it
             self._check_link()
             raise unsupported(f"{self._of_pieces}: {reason_of(error)}") from error
+        finally:
+            refused_with = None  # its frames have this one
 
     @property
     def _of_pieces(self) -> str:

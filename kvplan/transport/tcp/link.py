@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 from kvnative._backend import NativeError, striped
-from kvnative._tcp import MAX_LEASES, tcp_backend
+from kvnative._tcp import MAX_TRANSFER_LEASES, tcp_backend
 from kvplan.device.memory import DeviceMemory
 from kvplan.execution.task import native_error
 from kvplan.status import LLMException, invalid, link_failed, unsupported
@@ -34,7 +34,9 @@ class TcpPeerMemory(PeerMemory):
         super().__init__(link, located)
         self._backends: dict[tuple[Direction, bool], Backend] = {}
 
-    def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
+    def backend(
+        self, pool: ThreadPool, direction: Direction, other: TensorMemory, timeout_ms: float | None
+    ) -> Backend:
         """See `TensorMemory.backend`; LLM_FEATURE_NOT_ENABLED: `other` is on another device."""
         if other.on_device:
             self._check_device(other)
@@ -65,10 +67,11 @@ class TcpPeerMemory(PeerMemory):
         """See `PeerMemory.leased`: the owner checks the leases with each request."""
         made = self._copy()
         made._extra_checks, made._backends = self._extra_checks_with(leases), {}
-        if (num_checks := len(made._extra_checks)) > MAX_LEASES:
+        if (num_checks := len(made._extra_checks)) > MAX_TRANSFER_LEASES:
             raise invalid(
                 f"one transfer uses {num_checks} leases and overlapping registrations of "
-                f"{self._link.peer}; tcp checks at most {MAX_LEASES}: use several transfers"
+                f"{self._link.peer}; tcp checks at most {MAX_TRANSFER_LEASES}: use several "
+                "transfers"
             )
         return made
 

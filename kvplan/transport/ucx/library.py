@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvnative.ascend_files import is_file
 from kvplan.status import invalid, unsupported
 from kvplan.validation import check_type, shown
 
@@ -131,7 +132,7 @@ def _of_wheel() -> Place:
 
 def _of_folder(folder: str, source: str) -> Place:
     path = Path(folder, NAME)
-    return Place(folder, source, path if path.is_file() else None)
+    return Place(folder, source, path if is_file(path) else None)
 
 
 def _of_cache() -> Place:
@@ -141,17 +142,15 @@ def _of_cache() -> Place:
     except OSError:
         noted = b""
     found = re.findall(rb"\0(/[^\0]*/" + re.escape(NAME.encode()) + rb")(?=\0)", noted)
-    files = [path for path in map(Path, map(os.fsdecode, found)) if path.is_file()]
-    return Place(str(_LOADER_CACHE), "the system", files[0] if files else None)
+    files = filter(is_file, map(Path, map(os.fsdecode, found)))
+    return Place(str(_LOADER_CACHE), "the system", next(files, None))
 
 
 def _in_installation(named: str) -> Path | None:
     """Return the library that a file, a folder, or the folder of an installation names."""
     root = Path(named)
-    if not root.is_dir():
-        return root if root.is_file() else None
-    files = (root / folder / NAME for folder in (".", "lib", "lib64"))
-    return next(filter(Path.is_file, files), None)
+    files = (root, *(root / folder / NAME for folder in (".", "lib", "lib64")))
+    return next(filter(is_file, files), None)
 
 
 def check_devices(name: str, value: object) -> str:

@@ -34,7 +34,9 @@ class UcxPeerMemory(PeerMemory):
         self._plain: dict[tuple[Direction, bool], Backend] = {}
         self._backends: dict[tuple[Direction, bool], Backend] = {}
 
-    def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
+    def backend(
+        self, pool: ThreadPool, direction: Direction, other: TensorMemory, timeout_ms: float | None
+    ) -> Backend:
         """See `TensorMemory.backend`.
 
         LLM_FEATURE_NOT_ENABLED: UCX does not reach the device of `other`.

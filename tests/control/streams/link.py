@@ -1,4 +1,4 @@
-"""Both ends of a link's data connections, and a client that may send anything."""
+"""A `Link`: both ends of a link's data connections; and a client that may send anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GREETING_NBYTES = 64
 
 
 class Link:
-    """Both ends of one link's data connections."""
+    """The data connections of a link, with both of its ends."""
 
     def __init__(self, conversation: Conversation, challenge: bytes) -> None:
         self.challenge = challenge

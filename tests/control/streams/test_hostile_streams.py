@@ -36,8 +36,8 @@ from tests.control.streams.link import (
 )
 
 
-def flipped(said: bytes, bit: int) -> bytes:
-    return (int.from_bytes(said) ^ 1 << bit).to_bytes(len(said))
+def flipped(sent: bytes, bit: int) -> bytes:
+    return (int.from_bytes(sent) ^ 1 << bit).to_bytes(len(sent))
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,12 @@ def test_a_recorded_session_cannot_be_replayed(conversation: Conversation, link:
         assert len(played.result()) == 64
 
 
-def play(server: socket.socket, said: bytes) -> bytes:
-    """Be a server that sends `said` on one connection, and return the bytes of the client."""
+def play(server: socket.socket, sent: bytes) -> bytes:
+    """Be a server that sends `sent` on one connection, and return the bytes of the client."""
     stream, _ = server.accept()
     with stream:
         stream.settimeout(DEADLINE_S)
-        stream.sendall(said)
+        stream.sendall(sent)
         heard = b""
         while chunk := stream.recv(1 << 16):
             heard += chunk
@@ -124,7 +124,7 @@ def play(server: socket.socket, said: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("sent", "reason"),
     [
         (b"", "greet: no answer within 50 ms"),
         (b"g" * 63, "greet: no answer within 50 ms"),
@@ -134,11 +134,11 @@ def play(server: socket.socket, said: bytes) -> bytes:
     ],
 )
 def test_a_server_that_does_not_know_the_secret_is_refused(
-    loop: ControlLoop, said: bytes, reason: str
+    loop: ControlLoop, sent: bytes, reason: str
 ) -> None:
     with listening() as server, ThreadPoolExecutor(1) as threads:
-        threads.submit(play, server, said)
-        timeout_s = DEADLINE_S if len(said) == 96 else 0.05
+        threads.submit(play, server, sent)
+        timeout_s = DEADLINE_S if len(sent) == 96 else 0.05
         streams = DialledStreams(b"c" * 16, socket.AF_INET, server.getsockname(), "there", loop)
         assert refusal(streams, 1, timeout_s=timeout_s).startswith(
             f"there: data connection 1: {reason}"
@@ -177,12 +177,12 @@ def test_a_connection_that_sends_single_bytes_is_ended_in_time(far_loop: Control
 def test_mutated_hellos_are_refused(conversation: Conversation, data: st.DataObject) -> None:
     link = new_link(conversation)
     with UnauthenticatedClient(conversation.server.endpoint) as client:
-        said = bytearray(hello(link.challenge, client.greeting))
+        sent = bytearray(hello(link.challenge, client.greeting))
         for at, mask in data.draw(
             st.dictionaries(st.integers(0, 63), st.integers(1, 255), min_size=1, max_size=8)
         ).items():
-            said[at] ^= mask
-        client.socket.sendall(said)
+            sent[at] ^= mask
+        client.socket.sendall(sent)
         client.end()
         assert client.heard() == b""
     link.check(0)
@@ -194,8 +194,8 @@ def test_mutated_hellos_are_refused(conversation: Conversation, data: st.DataObj
 def test_noise_is_refused(conversation: Conversation, noise: bytes, begun: int) -> None:
     link = new_link(conversation)
     with UnauthenticatedClient(conversation.server.endpoint) as client:
-        said = hello(link.challenge, client.greeting)[:begun] + noise
-        client.socket.sendall(said)
+        sent = hello(link.challenge, client.greeting)[:begun] + noise
+        client.socket.sendall(sent)
         client.end()
         assert client.heard() == b""
     link.check(0)
@@ -245,7 +245,7 @@ def test_connections_that_are_not_taken_are_limited(
 def test_an_awaited_connection_is_no_longer_pending(
     loop: ControlLoop, far_loop: ControlLoop, comes_first: bool
 ) -> None:
-    """That holds before the other connections of the link arrive, and whether the wait is first."""
+    """The connection leaves at once, before the others of the link arrive."""
     conversation = with_room_for_32_connections(loop, far_loop, has_key=True)
     endpoint = conversation.server.endpoint
     link = new_link(conversation)
@@ -268,11 +268,11 @@ def test_an_awaited_connection_is_no_longer_pending(
 def test_a_flood_of_half_open_connections_does_not_keep_a_link_from_being_made(
     loop: ControlLoop, far_loop: ControlLoop, has_key: bool
 ) -> None:
-    """One address makes thousands per second, which begin like data connections."""
+    """An address makes thousands of connections per second that begin like data connections."""
     conversation = with_room_for_32_connections(loop, far_loop, has_key)
     endpoint = conversation.server.endpoint
-    said = hello(b"c" * 16, bytes(64))[:40]
-    with closing(Flood((endpoint.host, endpoint.port), "127.0.0.9", 5000, said)) as flood:
+    sent = hello(b"c" * 16, bytes(64))[:40]
+    with closing(Flood((endpoint.host, endpoint.port), "127.0.0.9", 5000, sent)) as flood:
         refused_before = conversation.far_loop.refusals.count
         deadline = time.monotonic() + DEADLINE_S
         while conversation.far_loop.refusals.count < refused_before + 50:  # an effect of the flood

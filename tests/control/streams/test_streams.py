@@ -80,8 +80,8 @@ def test_all_connections_of_a_link_take_as_many_round_trips_as_one(loop: Control
                 assert say(near, far) == b"data"
 
 
-def test_what_the_listener_says_may_come_in_pieces(loop: ControlLoop) -> None:
-    """Nothing after its answer is read."""
+def test_the_answer_of_the_listener_may_come_in_pieces(loop: ControlLoop) -> None:
+    """Bytes after the answer of the listener are left for the user of the connection."""
     challenge = b"c" * 16
     with listening() as server, ThreadPoolExecutor(1) as threads:
         streams = DialledStreams(challenge, socket.AF_INET, server.getsockname(), "there", loop)
@@ -182,7 +182,7 @@ def test_the_timeout_names_the_missing_connections(link: Link) -> None:
     assert refusal(link.far, 4, timeout_s=0.01) == (
         f"{link.far.way}: data connection 4: accept: it has not arrived within 10 ms"
     )
-    assert "authenticate" in refusal(link.near, 4), "an index that is no longer expected"
+    assert "authenticate" in refusal(link.near, 4), "the index is not expected any more"
 
 
 class TestSource:

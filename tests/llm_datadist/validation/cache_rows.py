@@ -1,4 +1,4 @@
-"""CacheManager: allocate, register, free and copy, in this process."""
+"""CacheManager: allocation, registration, release and copies, in this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONTIGUOUS = Accepted("Cache(cache_id = ID, device_tensor_addrs = 2, is_blocks_c
 
 
 def shown(cache: Cache) -> str:
-    """Its text, but for the id, which counts all attempts of the process that was measured."""
+    """Return the text of a cache without its id, which depends on earlier attempts."""
     return re.sub(r"cache_id = \d+", "cache_id = ID", repr(cache))
 
 

@@ -1,4 +1,4 @@
-"""The properties of LLMConfig: what may be set, and what is read back."""
+"""Properties of LLMConfig: values that may be set, and values that are read back."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from tests.llm_datadist.validation.environments import Environments
 def shared_environments() -> Iterator[Environments]:
     environments = Environments()
     with pytest.MonkeyPatch.context() as patched:
-        patched.delenv("KVPLAN_SEVERAL_ENGINES", raising=False)  # the rule is a row of the table
+        # the rule is itself a row of the table
+        patched.delenv("KVPLAN_SEVERAL_ENGINES", raising=False)
         yield environments
     environments.close()
 

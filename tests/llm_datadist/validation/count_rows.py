@@ -1,6 +1,6 @@
 """Every operation on caches of 1, 3, 5 and 27 tensors, with default arguments.
 
-Read in the sources of the official package, not measured: without layer ranges a pull does not use
+The official outcomes were read in the sources, not measured. Without layer ranges, a pull ignores
 tensor_num_per_layer, and a push moves only complete layers of two tensors.
 """
 
@@ -31,7 +31,7 @@ Key = BlocksCacheKey | CacheKeyByIdAndIndex
 
 
 def peer_cache(linked: Linked, count: int, *, paged: bool, filled: bool, row: int = 0) -> Key:
-    """The key of a cache of the peer. In row 0 of tensor i all bytes are i + 1 if it is filled."""
+    """Return the key of a cache of the peer; if filled, row 0 of tensor i has bytes i + 1."""
     cache_id = linked.peer.run(ALLOCATE, num_tensors=count, paged=paged, filled=filled)
     linked.row.callback(linked.peer.run, FREE)
     if paged:
@@ -40,7 +40,7 @@ def peer_cache(linked: Linked, count: int, *, paged: bool, filled: bool, row: in
 
 
 def own_cache(linked: Linked, count: int, *, paged: bool, filled: bool = False) -> Cache:
-    """A cache of this engine, with the same content."""
+    """Return a cache of this engine, with the content of `peer_cache`."""
     if not paged:
         cache = linked.cache(count)
     else:
@@ -52,21 +52,21 @@ def own_cache(linked: Linked, count: int, *, paged: bool, filled: bool = False) 
     return cache
 
 
-def row_1(linked: Linked, cache: Cache) -> list[int]:
+def bytes_of_row_1(linked: Linked, cache: Cache) -> list[int]:
     return [int(tensor[1, 0]) for tensor in linked.contents(cache)]
 
 
 def pull_cache(linked: Linked, count: int) -> list[int]:
     mine = own_cache(linked, count, paged=False)
     linked.manager.pull_cache(peer_cache(linked, count, paged=False, filled=True), mine, 1)  # type: ignore[arg-type]
-    return row_1(linked, mine)
+    return bytes_of_row_1(linked, mine)
 
 
 def pull_blocks(linked: Linked, count: int, *, from_slot: bool) -> list[int]:
     mine = own_cache(linked, count, paged=True)
     key = peer_cache(linked, count, paged=not from_slot, filled=True)
     linked.manager.pull_blocks(key, mine, [] if from_slot else [0], [1])
-    return row_1(linked, mine)
+    return bytes_of_row_1(linked, mine)
 
 
 def push_cache(linked: Linked, count: int, *, beyond: int = 0) -> list[int]:
@@ -86,13 +86,13 @@ def push_blocks(linked: Linked, count: int) -> list[int]:
 def copy_cache(linked: Linked, count: int) -> list[int]:
     mine = own_cache(linked, count, paged=False, filled=True)
     linked.manager.copy_cache(mine, mine, dst_batch_index=1)
-    return row_1(linked, mine)
+    return bytes_of_row_1(linked, mine)
 
 
 def copy_blocks(linked: Linked, count: int) -> list[int]:
     mine = own_cache(linked, count, paged=True, filled=True)
     linked.manager.copy_blocks(mine, {0: [1]})
-    return row_1(linked, mine)
+    return bytes_of_row_1(linked, mine)
 
 
 def swap_blocks(linked: Linked, count: int) -> list[int]:
@@ -100,7 +100,7 @@ def swap_blocks(linked: Linked, count: int) -> list[int]:
     linked.row.callback(linked.manager.deallocate_blocks_cache, host)
     mine = own_cache(linked, count, paged=True, filled=True)
     linked.manager.swap_blocks(mine, host, {0: 1})
-    return row_1(linked, host)
+    return bytes_of_row_1(linked, host)
 
 
 def transfer_cache_async(linked: Linked, count: int) -> object:

@@ -1,6 +1,6 @@
-"""The defects of the official engine that were measured, in their order, and what kvplan does.
+"""The measured defects of the official engine, in their order, and the behaviour of kvplan.
 
-Those that are no row of the table are cases of their own, in an engine linked with a peer.
+Defects without a row in the table are cases of their own, in an engine linked with a peer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class Broken(LayerSynchronizer):
 
 
 def theirs(linked: Linked, num_tensors: int = 2, slot: int = 0) -> CacheKeyByIdAndIndex:
-    """A slot of a new cache of the peer, with 2 slots; tensor i holds the bytes 10 * (i + 1)."""
+    """Return the key of a slot of a new cache of the peer with 2 slots.
+
+    Bytes of tensor i are 10 * (i + 1).
+    """
     cache_id = linked.peer.run(ALLOCATE, num_tensors=num_tensors)
     return CacheKeyByIdAndIndex(linked.peer.cluster_id, cache_id, slot)
 
@@ -52,7 +55,7 @@ def layer_beyond(linked: Linked) -> None:
 
 
 def later_caches(linked: Linked) -> list[int]:
-    """The first bytes of a cache that was made after the first pull."""
+    """Return the first bytes of a cache that was made after the first pull."""
     mine = linked.cache()
     linked.manager.pull_cache(theirs(linked), mine)
     linked.manager.pull_cache(theirs(linked), mine)
@@ -67,7 +70,7 @@ def freed_cache(linked: Linked) -> None:
 
 
 def later_layers(linked: Linked) -> tuple[object, ...]:
-    """Source layer 1 into layer 0: the outcomes, and what the peer holds then."""
+    """Move source layer 1 into layer 0, and return the outcomes and then the bytes of the peer."""
     source = linked.cache(num_tensors=4)
     for number, tensor in enumerate(linked.contents(source)):
         tensor[:] = number

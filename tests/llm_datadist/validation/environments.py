@@ -1,8 +1,7 @@
-"""What the cases happen in: an engine not yet initialized, a shared one, and one that is linked.
+"""Environments of the cases: a fresh engine, a shared one, and a linked one.
 
-One process has one official engine, so there is one environment at a time: asking for another
-finalizes the last. The shared engine is made once for all rows that follow each other, and each
-row's caches are freed after it.
+A process has one official engine, so only one environment exists at a time: a request for another
+one finalizes it. Consecutive rows share an engine, and the caches of each row are freed after it.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ INT8, HOST, DEVICE = DataType.DT_INT8, Placement.HOST, Placement.DEVICE
 
 
 class Ready(LayerSynchronizer):
-    """Every layer is ready at once."""
+    """A synchronizer for which every layer is ready at once."""
 
     def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
         return True
 
 
 class Fresh:
-    """`datadist`, which is not initialized yet."""
+    """An LLMDataDist (`datadist`) that is not initialized yet."""
 
     def __init__(self) -> None:
         self.datadist = LLMDataDist(LLMRole.PROMPT, CLUSTER)
@@ -57,7 +56,7 @@ class Fresh:
         self.datadist.finalize()
 
     def init(self, options: dict[str, str]) -> list[str]:
-        """Initializes it; returns the modes that it is in, as its calls show."""
+        """Initialize the LLMDataDist, and return the modes that its calls show."""
         self.datadist.init(options)
         manager = self.datadist.cache_manager
         no_key = observe(lambda: manager.push_cache("no key", None))  # type: ignore[arg-type]
@@ -83,7 +82,7 @@ class Engine(Fresh):
         return CacheDesc(num_tensors, list(shape), INT8, placement)
 
     def cache(self, num_tensors: int = 2, keys: Sequence[CacheKey] = ()) -> Cache:
-        """Contiguous, of 2 slots with 8 bytes each; freed after the row, with its keys."""
+        """Return a contiguous cache of 2 slots of 8 bytes, freed after the row with its keys."""
         cache = self.manager.allocate_cache(self.desc(num_tensors), list(keys))
         self.row.callback(self.manager.deallocate_cache, cache)
         for key in keys:
@@ -91,19 +90,19 @@ class Engine(Fresh):
         return cache
 
     def blocks(self, key: BlocksCacheKey | None = None, placement: Placement = DEVICE) -> Cache:
-        """Paged, of 2 blocks with 8 bytes each; freed after the row."""
+        """Return a paged cache of 2 blocks with 8 bytes each, freed after the row."""
         cache = self.manager.allocate_blocks_cache(self.desc(placement=placement), key)
         self.row.callback(self.manager.deallocate_blocks_cache, cache)
         return cache
 
     def cpu_blocks(self, num_tensors: int = 2, shape: Sequence[int] = SHAPE) -> Cache:
-        """Of the caller's own memory, as swapping takes it."""
+        """Return a cache of the caller's own memory, as swaps take it."""
         return Cache.create_cpu_cache(
             self.desc(num_tensors, shape, HOST), self.addresses(num_tensors)
         )
 
     def addresses(self, count: int = 2) -> list[int]:
-        """Of memory for tensors of SHAPE; held until the environment is closed."""
+        """Return addresses of memory for tensors of SHAPE, held until the environment is closed."""
         tensors = [np.zeros(SHAPE, np.int8) for _ in range(count)]
         self.memory += tensors
         return [tensor.ctypes.data for tensor in tensors]
@@ -114,7 +113,7 @@ class Engine(Fresh):
         return cache
 
     def contents(self, cache: Cache) -> list[npt.NDArray[np.int8]]:
-        """The memory of each tensor, as an array of SHAPE."""
+        """Return the memory of each tensor, as an array of SHAPE."""
         nbytes = int(np.prod(SHAPE))
         return [
             np.frombuffer((ctypes.c_int8 * nbytes).from_address(address), np.int8).reshape(SHAPE)
@@ -130,7 +129,7 @@ class Engine(Fresh):
 
 
 class Linked(Engine):
-    """The same, linked with cluster 1: `peer`, an engine in another process."""
+    """The shared engine, linked with cluster 1: `peer`, an engine in another process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +145,7 @@ class Linked(Engine):
 
 
 def cluster(cluster_id: int, address: str) -> LLMClusterInfo:
-    """A cluster at "ip:port", with a local address, which the interface demands."""
+    """Return the info of a cluster at "ip:port", with the required local address."""
     ip, port = address.split(":")
     given = LLMClusterInfo()
     given.remote_cluster_id = cluster_id
@@ -159,14 +158,14 @@ KINDS: dict[str, Callable[[], Fresh]] = {"fresh": Fresh, "engine": Engine, "link
 
 
 class Environments:
-    """Makes each environment when a row asks for it; at most one is there."""
+    """A maker of environments, which keeps at most one at a time."""
 
     def __init__(self) -> None:
         self._name = ""
         self._current: Fresh | None = None
 
     def get(self, name: str) -> Fresh:
-        """The environment called `name`: the current one if it is that, a fresh one each time."""
+        """Return the environment called `name`: a new one if it is "fresh" or not current."""
         if self._current is None or name != self._name or name == "fresh":
             self.close()
             self._name, self._current = name, KINDS[name]()

@@ -1,4 +1,4 @@
-"""LLMDataDist.init: which options it takes, and in which mode the engine is then."""
+"""LLMDataDist.init: accepted options, and the resulting mode of the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REMOTE_MODE = Accepted(["cache manager", "remote"])
 
 
 def config(**properties: object) -> dict[str, str]:
-    """The options that an LLMConfig with these properties generates."""
+    """Return the options that an LLMConfig with these properties generates."""
     given = LLMConfig()
     for name, value in properties.items():
         setattr(given, name, value)

@@ -40,7 +40,7 @@ def row(case: str, official: Accepted | Raised, call: object, environment: str =
 
 
 def outcome_of(code: LLMStatusCode, *each: LLMStatusCode) -> Accepted:
-    """What link_clusters and unlink_clusters return, for one cluster or none."""
+    """Return the code that link_clusters or unlink_clusters returned, for one cluster or none."""
     return Accepted((code, list(each)))
 
 
@@ -58,8 +58,9 @@ def without_local_ip(engine: Engine) -> object:
     return engine.datadist.link_clusters([given])
 
 
-def port_that_nobody_listens_on(engine: Engine) -> object:
-    with socket.socket() as bound:  # bound and not listening: nobody else gets this port
+def port_without_listener(engine: Engine) -> object:
+    # bound and not listening, so that no other program gets this port
+    with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         return engine.datadist.link_clusters([cluster(1, f"127.0.0.1:{bound.getsockname()[1]}")])
 
@@ -128,7 +129,7 @@ OUTCOMES = [
     row(
         "link_clusters refused port -> return value",
         outcome_of(LINK_FAILED, LINK_FAILED),
-        port_that_nobody_listens_on,
+        port_without_listener,
     ),
     row(
         "unlink_clusters never linked, force",

@@ -1,4 +1,4 @@
-"""Transfers and links that the official package has otherwise, and no measured case shows."""
+"""Other differences in transfers and links, which no measured case shows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ result = [it.tensor_addrs[0] for it in caches]
 
 
 class ScriptedSynchronizer(LayerSynchronizer):
-    """Does `at[layer]`, or says that the layer is ready; `asked` has the layers."""
+    """A synchronizer that calls `at[layer]`, or returns that the layer is ready.
+
+    `asked` has the layers.
+    """
 
     def __init__(self, at: dict[int, object]) -> None:
         self.asked: list[int] = []
@@ -300,7 +303,8 @@ TRANSFERS = [
         (
             Row(
                 "wait time 0",
-                Accepted(Options().sync_kv_cache_wait_time),  # more than 1000 in tests
+                # tests have more than the default of 1000
+                Accepted(Options().sync_kv_cache_wait_time),
                 lambda: wait_time_ms({"llm.SyncKvCacheWaitTime": "0"}),
             ),
         ),

@@ -91,7 +91,7 @@ def version_1(fresh: Fresh) -> None:
 
 
 def finalized_manager(fresh: Fresh) -> list[str]:
-    """The distinct outcomes of all operations of a manager whose engine is finalized."""
+    """Return the distinct outcomes of all operations of a manager whose engine is finalized."""
     fresh.init({**REMOTE, **POOLS})
     manager = fresh.datadist.cache_manager
     slots = manager.allocate_cache(Engine.desc())

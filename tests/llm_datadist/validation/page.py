@@ -1,4 +1,4 @@
-"""Generates docs/reference/llm_datadist-differences.md: the rows that differ, and the defects."""
+"""The generator of docs/reference/llm_datadist-differences.md: rows that differ, and defects."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ PAGE = Path(__file__).parents[3] / "docs/reference/llm_datadist-differences.md"
 
 HEAD = """\
 # Where kvplan.llm_datadist differs from the official package
+
+This page is for users of the official `llm_datadist` who want to know what changes under kvplan.
 
 Each case on this page is a test: `tests/llm_datadist/validation/` has every case that was measured
 with the official library (`hicann/hixl` at 9ed283b). The tests compare the outcome, not the text:

@@ -1,4 +1,4 @@
-"""A row of the table: a call, what the official engine answered to it, and what kvplan does."""
+"""A row of the table: a call, the answer of the official engine, and the answer of kvplan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ANYTHING = object()
 
 @dataclass(frozen=True)
 class Accepted:
-    """The call returned; where the value was recorded, it is compared by `repr` (True is not 1)."""
+    """An outcome: the call returned. A recorded value is compared by `repr` (True is not 1)."""
 
     value: object = ANYTHING
 
@@ -30,7 +30,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Raised:
-    """The call raised exactly this type; an LLMException, with this status."""
+    """An outcome: the call raised exactly this type; an LLMException also has this status."""
 
     error: type[BaseException]
     status: LLMStatusCode | None = None
@@ -41,15 +41,15 @@ class Raised:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured case.
+    """A measured case.
 
     Attributes:
-        case: its name in the measurement.
-        official: what the official engine did.
-        call: the case itself; it gets the environment if it needs one.
-        environment: the name of a method of `Environments`, or empty.
-        ours: what kvplan does, where it is something else.
-        why: and the reason, in one line.
+        case: Name of the case in the measurement.
+        official: Outcome of the official engine.
+        call: The case itself; its argument is the environment, if there is one.
+        environment: Name of a method of `Environments`, or empty.
+        ours: Outcome of kvplan, if it differs.
+        why: Reason of the difference, in one line.
     """
 
     case: str
@@ -69,13 +69,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Difference:
-    """In words, what the official engine does and what kvplan does, with the proofs.
+    """A difference between the official engine and kvplan in words, with its proofs.
 
     Attributes:
-        official: what was measured or read there.
-        here: what kvplan does.
-        cases: that show it, and are no rows of the table.
-        rows: names of rows of the table that show it.
+        official: Behaviour of the official package, as measured or read.
+        here: Behaviour of kvplan.
+        cases: Cases that show the difference, outside of the table.
+        rows: Names of rows of the table that show the difference.
     """
 
     official: str
@@ -95,7 +95,7 @@ INVALID = status(LLMStatusCode.LLM_PARAM_INVALID)
 
 
 def observe(call: Callable[[], object]) -> Accepted | Raised:
-    """What `call` does, in the words of the table."""
+    """Return the outcome of `call`."""
     try:
         return Accepted(call())
     except LLMException as error:

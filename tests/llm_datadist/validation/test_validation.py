@@ -1,4 +1,4 @@
-"""Every measured case of the official package, on kvplan's."""
+"""The measured cases of the official package, run on kvplan's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_outcome_of_a_measured_case(row: Row, environments: Environments) ->
 
 
 @pytest.mark.parametrize("row", [case for each in DIFFERENCES for case in each.cases], ids=str)
-def test_a_difference_that_is_no_row_of_the_table(row: Row, environments: Environments) -> None:
+def test_a_difference_outside_of_the_table(row: Row, environments: Environments) -> None:
     assert outcome(row, environments) == row.expected
 
 

@@ -232,7 +232,7 @@ static void stuck(void)
         if (!threads[i].has_ended)
             snprintf(text + strlen(text), sizeof text - strlen(text), "; %s in %s of %s", threads[i].name,
                      threads[i].what, threads[i].where);
-    model_violated("nobody can go on%s", text);
+    model_violated("no thread can continue%s", text);
 }
 
 static void begin_thread(void)

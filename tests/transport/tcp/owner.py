@@ -24,7 +24,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Owner(TcpPeer):
-    """Has an array, registered; and more connections than this process."""
+    """A process with a registered array, and with more connections than this process."""
 
     def __init__(self) -> None:
         super().__init__(CONNECTIONS + 1)
@@ -41,19 +41,21 @@ class Owner(TcpPeer):
 
 
 def whole(link: TcpLink, owner: Owner) -> TcpPeerMemory:
-    """As the link was made with: the peer need not answer."""
+    """Return the whole array by the metadata of the handshake: the peer need not answer."""
     return link.memory([owner.base], NBYTES, writable=True)
 
 
 def executor(remote: TcpPeerMemory, local: Bytes, direction: str) -> Executor:
     memory = HostMemory.from_arrays([local])
-    return Executor(remote.backend(ThreadPool(1), "get" if direction == "get" else "put", memory))
+    return Executor(
+        remote.backend(ThreadPool(1), "get" if direction == "get" else "put", memory, None)
+    )
 
 
 def descriptors(
     base: int, local: Bytes, direction: str, order: NDArray[np.int64], times: int = 1
 ) -> Descriptors:
-    """Block order[i] there, and block i here."""
+    """Return descriptors between block `order[i]` of the peer and local block `i`."""
     offsets = np.arange(len(order), dtype=np.uint64) * np.uint64(BLOCK)
     here = np.tile(np.uint64(local.ctypes.data) + offsets, times)
     there = np.tile(np.uint64(base) + order.astype(np.uint64) * np.uint64(BLOCK), times)
@@ -61,7 +63,7 @@ def descriptors(
     return Descriptors.from_columns(dst, src, np.full(len(here), BLOCK, np.uint64))
 
 
-def check_that_it_works(link: TcpLink, owner: Owner) -> None:
+def check_that_blocks_arrive(link: TcpLink, owner: Owner) -> None:
     local = np.zeros(NBYTES, np.uint8)
     with executor(whole(link, owner), local, "get") as moving:
         work = descriptors(owner.base, local, "get", np.arange(NUM_BLOCKS))

@@ -1,4 +1,4 @@
-"""The tests' side of tcp_process.py, and links to it."""
+"""The tests' side of `tcp_process.py`, and links to its process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TcpPeer(Owner):
         super().__init__(str(connections))
 
     def link(self, transport: TcpTransport) -> TcpLink:
-        """A new link, of which this process's end is returned; this process dials."""
+        """Return this process's end of a new link, for which this process dials."""
         port = self.run("streams = Accepted(); result = streams.port")
         theirs = self.metadata()
         self.send(
@@ -41,7 +41,7 @@ class TcpPeer(Owner):
 def linked(
     one: TcpTransport, two: TcpTransport, dialled: Callable[[int], Dialled] = Dialled
 ) -> tuple[TcpLink, TcpLink]:
-    """Both ends of a link inside this process; `one` dials."""
+    """Return both ends of a link inside this process; `one` dials."""
     with closing(Accepted()) as accepted, ThreadPoolExecutor(2) as threads:
         streams = (dialled(accepted.port), accepted)
         calls = [

@@ -40,11 +40,11 @@ class Dialled:
 
 
 class Recorded(Dialled):
-    """As `Dialled`, through this process, which keeps all that passes."""
+    """The end that dials through this process, which records all bytes that pass."""
 
     def __init__(self, port: int) -> None:
         super().__init__(port)
-        self.passed: dict[int, bytearray] = {}  # by index
+        self.passed: dict[int, bytearray] = {}  # by connection
 
     def open_one(self, index: int, timeout_s: float) -> socket.socket:
         far, (near, ours) = super().open_one(index, timeout_s), socket.socketpair()
@@ -98,8 +98,8 @@ class Accepted:
     def close(self) -> None:
         self._closed = True
         try:
-            self._listener.shutdown(socket.SHUT_RDWR)  # whoever accepts hears of it
-        except OSError:  # a second time
+            self._listener.shutdown(socket.SHUT_RDWR)  # a blocked `accept` returns
+        except OSError:  # closed before
             return
         with self._accepting:
             self._listener.close()

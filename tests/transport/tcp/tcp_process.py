@@ -1,4 +1,4 @@
-"""What a `TcpPeer` has: a transport over TCP."""
+"""The names that the process of a `TcpPeer` has: a transport over TCP."""
 
 import threading
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whatever ends a transfer over TCP, no byte moves that should not."""
+"""Events that end a transfer over TCP: memory that is not offered any more stays untouched."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from tests.transport.tcp.owner import (
     NUM_BLOCKS,
     Bytes,
     Owner,
-    check_that_it_works,
+    check_that_blocks_arrive,
     descriptors,
     executor,
     whole,
 )
 from tests.transport.tcp.peer import TIMEOUT_MS, linked
 
-TIMES = 64  # over all of it: long enough to act meanwhile
+TIMES = 64  # transfers of the whole array: enough time to act meanwhile
 
 
 def begun(link: TcpLink, owner: Owner, local: Bytes, direction: str) -> tuple[Executor, Task]:
-    """A long transfer, as soon as something of it has moved."""
+    """Return a long transfer as soon as its first bytes have moved."""
     moving = executor(whole(link, owner), local, direction)
     work = descriptors(owner.base, local, direction, np.arange(NUM_BLOCKS), TIMES)
     task = moving.submit(work)
@@ -47,7 +47,7 @@ def begun(link: TcpLink, owner: Owner, local: Bytes, direction: str) -> tuple[Ex
 
 
 @BOTH
-def test_the_peer_is_killed(link: TcpLink, owner: Owner, direction: str) -> None:
+def test_a_killed_peer_ends_the_transfer(link: TcpLink, owner: Owner, direction: str) -> None:
     local = pattern(2, NBYTES)
     moving, task = begun(link, owner, local, direction)
     owner.kill()
@@ -62,8 +62,10 @@ def test_the_peer_is_killed(link: TcpLink, owner: Owner, direction: str) -> None
 
 
 @BOTH
-def test_the_memory_is_deregistered(link: TcpLink, owner: Owner, direction: str) -> None:
-    """When that returns nothing is read or written there by any connection."""
+def test_no_byte_moves_after_the_memory_is_deregistered(
+    link: TcpLink, owner: Owner, direction: str
+) -> None:
+    """After the deregistration returns, no connection reads or writes the range."""
     local = pattern(2, NBYTES)
     moving, task = begun(link, owner, local, direction)
     owner.run("transport.deregister(registration); memory[:] = 77")
@@ -73,14 +75,16 @@ def test_the_memory_is_deregistered(link: TcpLink, owner: Owner, direction: str)
     if direction == "put":
         assert owner.run("result = bool((memory == 77).all())")
     else:
-        # Of what was promised before zeros take the place.
+        # Blocks that were validated before zeros take their place.
         possible = (local == pattern(1, NBYTES)) | (local == pattern(2, NBYTES)) | (local == 0)
         assert possible.all()
     link.check()
 
 
 @BOTH
-def test_the_peer_closes_its_transport(link: TcpLink, owner: Owner, direction: str) -> None:
+def test_a_peer_that_closes_its_transport_ends_the_transfer(
+    link: TcpLink, owner: Owner, direction: str
+) -> None:
     local = pattern(2, NBYTES)
     moving, task = begun(link, owner, local, direction)
     owner.run("transport.close(); memory[:] = 77")
@@ -91,7 +95,7 @@ def test_the_peer_closes_its_transport(link: TcpLink, owner: Owner, direction: s
 
 
 @BOTH
-def test_the_link_is_closed_here(link: TcpLink, owner: Owner, direction: str) -> None:
+def test_closing_the_link_ends_the_transfer(link: TcpLink, owner: Owner, direction: str) -> None:
     local = pattern(2, NBYTES)
     moving, task = begun(link, owner, local, direction)
     link.close(LLMException("unlinked", status_code=LLMStatusCode.LLM_NOT_YET_LINK))
@@ -102,7 +106,9 @@ def test_the_link_is_closed_here(link: TcpLink, owner: Owner, direction: str) ->
 
 
 @BOTH
-def test_the_peer_stops_until_the_deadline(link: TcpLink, owner: Owner, direction: str) -> None:
+def test_a_transfer_with_a_stopped_peer_ends_at_the_deadline(
+    link: TcpLink, owner: Owner, direction: str
+) -> None:
     local = pattern(2, NBYTES)
     owner.stop()
     began = time.monotonic()
@@ -111,25 +117,27 @@ def test_the_peer_stops_until_the_deadline(link: TcpLink, owner: Owner, directio
         report = moving.run(work, 100)
     assert time.monotonic() - began < 15
     assert report.status == KVN_TIMEOUT, report.message
-    local[:] = 9  # is not sent any more, nor written
+    local[:] = 9  # is not sent or written any more
     owner.resume()
     assert owner.run("result = bool((memory == 9).any())") is bool((pattern(1, NBYTES) == 9).any())
     assert (local == 9).all()
 
 
 @BOTH
-def test_a_descriptor_that_is_nowhere(link: TcpLink, owner: Owner, direction: str) -> None:
+def test_a_descriptor_outside_of_all_ranges_is_refused(
+    link: TcpLink, owner: Owner, direction: str
+) -> None:
     local = np.zeros(NBYTES, np.uint8)
     order = np.arange(NUM_BLOCKS)
     order[-1] = NUM_BLOCKS
     with executor(whole(link, owner), local, direction) as moving:
         report = moving.run(descriptors(owner.base, local, direction, order), TIMEOUT_MS)
     assert report.status == KVN_UNMAPPED, report.message
-    check_that_it_works(link, owner)
+    check_that_blocks_arrive(link, owner)
 
 
-def test_all_threads_that_deregister_it_wait(transport: TcpTransport, owner: Owner) -> None:
-    """Whoever of them returns, nothing of it is in flight any more."""
+def test_all_threads_that_deregister_a_range_wait(transport: TcpTransport, owner: Owner) -> None:
+    """No byte of the range is in flight after any of the threads returns."""
     memory = pattern(7, NBYTES)
     registration = transport.register(memory)
     link = owner.link(transport)
@@ -143,9 +151,11 @@ def test_all_threads_that_deregister_it_wait(transport: TcpTransport, owner: Own
         into = np.zeros({NBYTES}, np.uint8)
         remote = link.memory(
             [{memory.ctypes.data}], {NBYTES}, metadata={transport.metadata([registration])!r})
-        moving = Executor(remote.backend(ThreadPool(1), "get", HostMemory.from_arrays([into])))
+        host = HostMemory.from_arrays([into])
+        moving = Executor(remote.backend(ThreadPool(1), "get", host, None))
         columns = [
-            np.array([it], np.uint64) for it in (into.ctypes.data, {memory.ctypes.data}, {NBYTES})]
+            np.array([value], np.uint64)
+            for value in (into.ctypes.data, {memory.ctypes.data}, {NBYTES})]
         task = moving.submit(Descriptors.from_columns(*columns))
         while not task.done and not into[::4096].any():
             pass
@@ -158,7 +168,7 @@ def test_all_threads_that_deregister_it_wait(transport: TcpTransport, owner: Own
     with ThreadPoolExecutor(3) as threads:
         calls = [threads.submit(transport.deregister, registration) for _ in range(3)]
         wait(calls, return_when=FIRST_COMPLETED)
-        memory[:] = 0  # what was sent before is what was there
+        memory[:] = 0  # a transfer that succeeds has read the content before this
     assert [call.exception() for call in calls] == [None] * 3
     owner.resume()
     status, has_all = owner.answer()
@@ -166,10 +176,10 @@ def test_all_threads_that_deregister_it_wait(transport: TcpTransport, owner: Own
     link.close()
 
 
-def test_many_register_and_deregister_while_others_pull(
+def test_pulls_by_a_stale_registration_fail_while_others_register(
     transport: TcpTransport, link: TcpLink, owner: Owner
 ) -> None:
-    """Of a range that is taken again at the same slot nothing is pulled for the one before."""
+    """A transfer with a stale registration reads nothing from the next registration of its slot."""
     owner.run(
         """
         stop = threading.Event()
@@ -178,7 +188,7 @@ def test_many_register_and_deregister_while_others_pull(
             while not stop.is_set():
                 transport.deregister(transport.register(other))
         churning = [threading.Thread(target=churn) for _ in range(2)]
-        for it in churning: it.start()
+        for thread in churning: thread.start()
         """
     )
     stale = owner.run(
@@ -195,8 +205,8 @@ def test_many_register_and_deregister_while_others_pull(
             report = moving.run(descriptors(stale[0], local, "get", np.arange(1)), TIMEOUT_MS)
             assert report.status == KVN_UNMAPPED, report.message
     assert not local.any()
-    owner.run("stop.set(); [it.join() for it in churning]")
-    check_that_it_works(link, owner)
+    owner.run("stop.set(); [thread.join() for thread in churning]")
+    check_that_blocks_arrive(link, owner)
 
 
 @BOTH
@@ -224,7 +234,7 @@ def test_memory_with_a_lease_shares_nothing_with_the_same_memory_without(directi
 
 @pytest.mark.parametrize("is_linked", [False, True], ids=["before the link", "linked"])
 def test_a_lease_has_its_deadline_whenever_it_was_made(is_linked: bool) -> None:
-    """Also where it was renewed before the threads that serve peers began."""
+    """A lease that was renewed before the service threads began has its deadline, too."""
     passed_ns, later_ns = 1, time.monotonic_ns() + 3_600 * 10**9
     with TcpTransport() as one, TcpTransport() as two:
         there, here = pattern(1, BLOCK), np.zeros(BLOCK, np.uint8)
@@ -254,7 +264,7 @@ def test_a_lease_has_its_deadline_whenever_it_was_made(is_linked: bool) -> None:
 @BOTH
 @pytest.mark.parametrize("ended", [0, 1, 2])
 def test_each_of_overlapping_registrations_is_checked(direction: str, ended: int) -> None:
-    """Whichever bytes move: two ranges begin in the first, which ends last."""
+    """Two ranges begin inside the first; a transfer needs all three, whatever bytes it moves."""
     with TcpTransport() as one, TcpTransport() as two:
         there, here = pattern(1, 4 * BLOCK), np.zeros(BLOCK, np.uint8)
         pieces = there, there[BLOCK : 2 * BLOCK], there[3 * BLOCK :]

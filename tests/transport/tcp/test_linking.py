@@ -1,4 +1,4 @@
-"""Links over TCP come to be and end: in one process, over real sockets."""
+"""Links over TCP begin and end: in one process, over real sockets."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_users_of_a_closed_link_get_the_reason_it_was_closed_with(ends: Ends) ->
             use()
 
 
-def test_links_of_a_transport_that_is_closed(ends: Ends) -> None:
+def test_closing_a_transport_closes_its_links(ends: Ends) -> None:
     link, other = linked(*ends)
     ends[0].close()
     with pytest.raises(LLMException, match="the transport is closed"):
@@ -93,9 +93,9 @@ def test_links_of_a_transport_that_is_closed(ends: Ends) -> None:
     assert select.select([other.death_fd], [], [], 10)[0]
 
 
-def test_nothing_of_it_is_left(ends: Ends) -> None:
-    """Not even for as long as something refers to it."""
-    linked(*ends)[0].close()  # the threads of both ends, and what they sleep on
+def test_a_closed_link_leaves_nothing_open(ends: Ends) -> None:
+    """A closed link keeps no thread or file, even while it is referenced."""
+    linked(*ends)[0].close()  # the threads of both ends, and their event files
     before, kept = Held.now(), []
     for _ in range(3):
         kept += linked(*ends)
@@ -114,7 +114,7 @@ def test_threads_begin_with_the_first_link_and_end_with_the_transport() -> None:
         before.check_nothing_new()
         links = linked(one, two)
         before.check_new_threads({"kvplan"})
-        assert len(links) == 2  # they are held until here
+        assert len(links) == 2  # keeps the links until here
     before.check_nothing_new()
 
 
@@ -141,13 +141,13 @@ def test_arguments_out_of_range_are_refused() -> None:
 
 
 def test_congestion_control_is_set_on_every_connection(ends: Ends) -> None:
-    """Of one end; the other has the system's."""
+    """The other end has the congestion control of the system."""
     with TcpTransport(connections=2, congestion="reno") as one:
         before = set(FILES.iterdir())
         links = linked(one, ends[1])
         new = [path for path in set(FILES.iterdir()) - before if path.is_socket()]
         found = sorted(congestion for item in new if (congestion := congestion_of(item)))
-        assert len(links) == 2  # they are held until here
+        assert len(links) == 2  # keeps the links until here
     usual = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     assert found == sorted(["reno"] * 4 + [usual] * 4)
 
@@ -159,7 +159,7 @@ def test_busy_polling_is_set_on_every_connection_of_one_end(ends: Ends) -> None:
         links = linked(one, ends[1])
         new = [path for path in set(FILES.iterdir()) - before if path.is_socket()]
         found = [busy_poll_of(item) for item in new if congestion_of(item)]
-        assert len(links) == 2  # they are held until here
+        assert len(links) == 2  # keeps the links until here
     assert sorted(found) == [0] * 4 + [50] * 4
 
 
@@ -177,9 +177,9 @@ def test_busy_polling_that_the_kernel_forbids_is_refused(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("refuses", range(4))
-def test_no_connection_stays_where_one_of_several_refuses_congestion_control(refuses: int) -> None:
+def test_if_one_connection_refuses_congestion_control_all_are_closed(refuses: int) -> None:
     class Mixed(Dialled):
-        """One of its sockets, being UDP, has no congestion control."""
+        """A stream one of whose sockets is UDP, which has no congestion control."""
 
         def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
             kinds = [
@@ -223,14 +223,14 @@ def test_an_unreachable_peer_is_named(ends: Ends) -> None:
 
 
 class Failing(Dialled):
-    """Opens none."""
+    """A peer whose connections cannot be opened."""
 
     def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
         raise link_failed("no route")
 
 
-def test_without_its_connections_a_link_leaves_nothing(ends: Ends) -> None:
-    for thread in linked(*ends):  # the threads, and what they sleep on
+def test_a_link_without_connections_leaves_nothing_open(ends: Ends) -> None:
+    for thread in linked(*ends):  # the threads, and their event files
         thread.close()
     before = Held.now()
     with refused(LLMStatusCode.LLM_LINK_FAILED, "no route"):
@@ -238,8 +238,8 @@ def test_without_its_connections_a_link_leaves_nothing(ends: Ends) -> None:
     before.check_nothing_new()
 
 
-def test_a_peer_that_never_comes(ends: Ends) -> None:
-    for thread in linked(*ends):  # the threads, and what they sleep on
+def test_a_connect_to_a_peer_that_never_comes_times_out(ends: Ends) -> None:
+    for thread in linked(*ends):  # the threads, and their event files
         thread.close()
     before, began = Held.now(), time.monotonic()
     with closing(Accepted()) as listening:
@@ -254,7 +254,7 @@ def test_closing_a_transport_ends_pending_connects() -> None:
     transport, listening = TcpTransport(connections=2), Accepted()
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(transport.connect, PEER, timeout_ms=60_000, streams=listening)
-        Dialled(listening.port).open_one(0, 10).close()  # somebody accepts
+        Dialled(listening.port).open_one(0, 10).close()  # a connection for the pending connect
         while listening.accepted < 1:
             pass
         transport.close()
@@ -264,7 +264,7 @@ def test_closing_a_transport_ends_pending_connects() -> None:
         transport.connect(PEER, timeout_ms=1000, streams=listening)
 
 
-def test_no_more_than_there_are_slots() -> None:
+def test_the_number_of_registrations_is_limited() -> None:
     memory = np.zeros(8, np.uint8)
     with TcpTransport(max_registrations=2) as transport:
         first = transport.register(memory)
@@ -284,7 +284,7 @@ def test_no_more_than_there_are_slots() -> None:
 
 @pytest.mark.parametrize("linked_before", [False, True])
 def test_memory_is_held_as_long_as_it_is_registered(linked_before: bool) -> None:
-    """Deregistered, refused, or with a transport that is closed, its owner may resize it."""
+    """The owner may resize memory that is deregistered or refused, or whose transport is closed."""
     memory, other = bytearray(8), bytearray(8)
     with TcpTransport(max_registrations=1) as transport, TcpTransport() as peer:
         if linked_before:
@@ -308,7 +308,7 @@ def test_memory_of_a_device_is_refused(ends: Ends) -> None:
     assert ends[0].reaches == {"host"}
 
 
-def test_metadata_of_another_transport(ends: Ends) -> None:
+def test_metadata_of_another_transport_is_refused(ends: Ends) -> None:
     link, _ = linked(*ends)
     with refused(LLMStatusCode.LLM_PARAM_INVALID, "this link is to another"):
         link.memory([4096], 8, metadata=PEER)
@@ -337,7 +337,7 @@ def test_a_forked_child_leaves_all_to_its_parent(ends: Ends) -> None:
 
 
 def test_a_transport_is_closed_while_other_threads_use_it() -> None:
-    """All of which ends with the same refusal, at both ends."""
+    """Every call ends with the same error, at both ends."""
 
     def churn(transport: TcpTransport) -> None:
         while True:
@@ -378,7 +378,7 @@ with TcpTransport() as transport:
 
 
 def test_without_libcrypto_encryption_is_refused_before_a_link(tmp_path: Path) -> None:
-    """If this end requires it, when the transport is made; if the peer does, with its metadata."""
+    """This end refuses when its transport is made, and on behalf of the peer by its metadata."""
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     empty = ["cc", "-shared", "-x", "c", "/dev/null", "-o", tmp_path / "libcrypto.so.3"]

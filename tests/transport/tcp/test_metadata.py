@@ -1,4 +1,4 @@
-"""What peers say of themselves over TCP: every field is looked at before it is believed."""
+"""The metadata that peers publish over TCP: every field is checked before use."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_an_impossible_range_is_refused(name: str) -> None:
         Metadata.from_bytes(msgspec.msgpack.encode(document))
 
 
-def test_another_schema_and_no_messagepack() -> None:
+def test_another_schema_or_encoding_is_refused() -> None:
     other = WHOLE.to_bytes().replace(b"kvplan.tcp", b"kvplan.xyz")
     with pytest.raises(LLMException, match=r"schema is 'kvplan.xyz 2'.*reads 'kvplan.tcp 2'"):
         Metadata.from_bytes(other)

@@ -51,7 +51,6 @@ def test_scattered_blocks_both_ways(link: TcpLink, owner: Owner) -> None:
 def test_both_ends_pull_at_the_same_time(
     transport: TcpTransport, link: TcpLink, owner: Owner
 ) -> None:
-    """Each asks over connections of its own."""
     ours = pattern(5, NBYTES)
     registration = transport.register(ours)
     owner.send(
@@ -63,9 +62,10 @@ def test_both_ends_pull_at_the_same_time(
         into = np.zeros({NBYTES}, np.uint8)
         remote = link.memory(
             [{ours.ctypes.data}], {NBYTES}, metadata={transport.metadata([registration])!r})
-        backend = remote.backend(ThreadPool(1), "get", HostMemory.from_arrays([into]))
+        backend = remote.backend(ThreadPool(1), "get", HostMemory.from_arrays([into]), None)
         columns = [
-            np.array([it], np.uint64) for it in (into.ctypes.data, {ours.ctypes.data}, {NBYTES})]
+            np.array([value], np.uint64)
+            for value in (into.ctypes.data, {ours.ctypes.data}, {NBYTES})]
         with Executor(backend) as moving:
             statuses = {{moving.run(Descriptors.from_columns(*columns), {TIMEOUT_MS}).status
                          for _ in range(8)}}
@@ -91,7 +91,7 @@ def test_large_batches_use_all_connections_and_small_ones_use_one() -> None:
         return recorded[0]
 
     def passed() -> list[int]:
-        """By connection over which the end that has dialled asks."""
+        """Return the bytes that passed on each connection of the end that dialled."""
         return [len(recorded[0].passed[number]) for number in range(0, 2 * CONNECTIONS, 2)]
 
     with TcpTransport(connections=CONNECTIONS) as one, TcpTransport(connections=4) as two:
@@ -109,21 +109,23 @@ def test_large_batches_use_all_connections_and_small_ones_use_one() -> None:
 
 
 class Overheard(Dialled):
-    """The handshake was not encrypted."""
+    """A stream whose handshake was not encrypted."""
 
     private = False
 
 
 @pytest.mark.parametrize("demands", [(True, False), (False, True)])
-def test_encryption_with_a_secret_that_others_know_is_refused(demands: tuple[bool, bool]) -> None:
+def test_encryption_with_a_secret_that_was_sent_in_the_clear_is_refused(
+    demands: tuple[bool, bool],
+) -> None:
     one, two = (TcpTransport(encrypt=demand) for demand in demands)
     with one, two, refused(LLMStatusCode.LLM_LINK_FAILED, r"kvplan\.cluster_key_file"):
         one.connect(two.metadata(), timeout_ms=TIMEOUT_MS, streams=Overheard(0))
 
 
 @pytest.mark.parametrize("demands", [(False, False), (True, False), (False, True)])
-def test_data_is_encrypted_where_either_end_demands_it(demands: tuple[bool, bool]) -> None:
-    """What passes is recorded: the memory of neither end is in it, unless nobody demands that."""
+def test_data_is_encrypted_if_either_end_requires_it(demands: tuple[bool, bool]) -> None:
+    """Recorded traffic contains the memory of an end only if neither end requires encryption."""
     there, here = pattern(1, NBYTES), np.zeros(NBYTES, np.uint8)
     recorded: list[Recorded] = []
 
@@ -177,7 +179,7 @@ def test_registrations_before_and_after_the_service_starts_are_reached() -> None
             link.memory([gone.address], BLOCK, metadata=two.metadata([early]))
 
 
-def test_memory_that_must_not_be_written(transport: TcpTransport) -> None:
+def test_read_only_memory_is_not_written(transport: TcpTransport) -> None:
     memory = pattern(1, BLOCK)
     with TcpTransport(connections=1) as two:
         two.register(memory, writable=False)
@@ -186,10 +188,10 @@ def test_memory_that_must_not_be_written(transport: TcpTransport) -> None:
             link.memory([memory.ctypes.data], BLOCK, writable=True)
 
 
-def test_a_device_that_the_transport_was_not_made_with(link: TcpLink, owner: Owner) -> None:
+def test_memory_of_an_unknown_device_is_refused(link: TcpLink, owner: Owner) -> None:
     device = SimpleNamespace(on_device=True)
     with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, r"has no device: .*Placement\.HOST"):
-        whole(link, owner).backend(ThreadPool(1), "get", device)
+        whole(link, owner).backend(ThreadPool(1), "get", device, None)
 
 
 def test_several_threads_use_one_link(link: TcpLink, owner: Owner) -> None:

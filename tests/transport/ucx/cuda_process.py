@@ -1,4 +1,4 @@
-"""What a `CudaOwner` has: a transport over UCX, for memory of a GPU."""
+"""The names that the process of a `CudaOwner` has: a transport over UCX, for GPU memory."""
 
 import threading
 from typing import Any

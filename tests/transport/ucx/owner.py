@@ -15,7 +15,7 @@ Bytes = NDArray[np.uint8]
 
 
 class UcxOwner(Owner):
-    """Has an array, and an arena of which two parts are registered."""
+    """A process with a registered array, and an arena with two registered parts."""
 
     module = "tests.transport.ucx.ucx_process"
 
@@ -27,7 +27,7 @@ class UcxOwner(Owner):
             arena = transport.allocate({NBYTES})
             within = np.frombuffer(arena, dtype=np.uint8)
             within[:] = pattern(2, {NBYTES})
-            held = [transport.register(it) for it in (array, within[:65536], within[131072:])]
+            held = [transport.register(part) for part in (array, within[:65536], within[131072:])]
             """
         )
 

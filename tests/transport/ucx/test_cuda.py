@@ -1,4 +1,4 @@
-"""Memory of a GPU at both ends, between two processes of one host: what CI has no hardware for."""
+"""GPU memory at both ends, between two processes of one host: CI lacks the hardware for that."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.ucx_library import found
 from tests.transport.owner import Owner
 from tests.transport.owner_process import pattern
 
-pytestmark = pytest.mark.skipif(bool(cuda.why_none()), reason=cuda.why_none())
+pytestmark = pytest.mark.skipif(bool(cuda.missing_gpu()), reason=cuda.missing_gpu())
 
 TIMEOUT_MS = 20_000
 CUDA = '{"UCX_TLS": "cuda,shm"}'
@@ -34,12 +34,12 @@ Blocks = NDArray[np.uint8]
 
 
 def blocks(seed: int) -> Blocks:
-    """Those of a whole cache, of shape (num_tensors, NUM_BLOCKS, BLOCK)."""
+    """Return the blocks of a whole cache, of shape (num_tensors, NUM_BLOCKS, BLOCK)."""
     return pattern(seed, DESC.nbytes).reshape(DESC.num_tensors, NUM_BLOCKS, BLOCK)
 
 
 class CudaOwner(Owner):
-    """Has a cache in the memory of the GPU, and one of the host."""
+    """A process with one cache in GPU memory, and one in host memory."""
 
     module = "tests.transport.ucx.cuda_process"
 
@@ -134,7 +134,7 @@ def test_blocks_are_pushed(link: UcxLink, owner: CudaOwner, here: cuda.CudaMemor
 
 
 def test_freed_memory_is_not_read(link: UcxLink, owner: CudaOwner, here: cuda.CudaMemory) -> None:
-    """CUDA gives the same addresses again, and UCX keeps a peer's memory mapped."""
+    """CUDA reuses addresses, and UCX keeps a peer's memory mapped."""
     addresses = set()
     for seed in range(3, 13):
         before = remote(link, owner)
@@ -147,7 +147,9 @@ def test_freed_memory_is_not_read(link: UcxLink, owner: CudaOwner, here: cuda.Cu
     assert len(addresses) < 10
 
 
-def test_a_peer_that_dies(link: UcxLink, owner: CudaOwner, here: cuda.CudaMemory) -> None:
+def test_a_peer_that_dies_fails_the_transfer(
+    link: UcxLink, owner: CudaOwner, here: cuda.CudaMemory
+) -> None:
     there = remote(link, owner)
     execute(pull(), there, here, TIMEOUT_MS)
     owner.kill()
@@ -158,7 +160,7 @@ def test_a_peer_that_dies(link: UcxLink, owner: CudaOwner, here: cuda.CudaMemory
 def test_between_the_host_and_a_gpu(
     transport: UcxTransport, link: UcxLink, owner: CudaOwner, here: cuda.CudaMemory
 ) -> None:
-    """Without RDMA there is no way."""
+    """Without RDMA, UCX has no transport between the host and a GPU."""
     array = blocks(2)
     tensors = HostMemory.from_arrays(list(array))
     for plan, sides in (
@@ -172,5 +174,5 @@ def test_between_the_host_and_a_gpu(
             execute(plan, *sides, TIMEOUT_MS)
     np.testing.assert_array_equal(array, blocks(2))
     np.testing.assert_array_equal(owner.blocks(), blocks(1))
-    execute(pull(), remote(link, owner), here, TIMEOUT_MS)  # the link goes on
+    execute(pull(), remote(link, owner), here, TIMEOUT_MS)  # the link stays usable
     assert transport.reaches == {"host", "device"}

@@ -1,4 +1,4 @@
-"""Where the UCX library is looked for; none is opened."""
+"""Search for the UCX library; none is opened."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.refusals import refused
 
 @pytest.fixture(autouse=True)
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without UCX, whatever this one has."""
+    """A machine without UCX, even if this one has it."""
     monkeypatch.delenv(OVERRIDE)
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
@@ -31,7 +31,7 @@ def put(folder: Path) -> str:
 
 
 def test_each_place_comes_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named in the reverse order, so that each takes it from the one before."""
+    """The places are added from the last to the first, so each one wins over the one before."""
     path = put(tmp_path / "lib")
     assert find() == Found(path, "the system")
     path = put(tmp_path / "of cache")
@@ -61,6 +61,19 @@ def test_the_override_may_be_a_folder(
     path = put(tmp_path / "ucx" / below)
     monkeypatch.setenv(OVERRIDE, str(tmp_path / "ucx"))
     assert find().path == path
+
+
+def test_a_folder_that_cannot_be_searched_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder may belong to another user; a name of 300 characters fails even for root."""
+    unreadable, path = f"/{'x' * 300}", put(tmp_path / "lib")
+    monkeypatch.setenv("LD_LIBRARY_PATH", unreadable)
+    (tmp_path / "cache").write_bytes(f"\0{unreadable}/{NAME}\0".encode())
+    assert find() == Found(path, "the system")
+    monkeypatch.setenv(OVERRIDE, unreadable)
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, f"{OVERRIDE} .{unreadable}"):
+        find()
 
 
 @pytest.mark.parametrize("named", ["", "/no/where", "/no/where/libucp.so"])

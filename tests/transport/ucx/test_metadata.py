@@ -1,4 +1,4 @@
-"""What peers publish of themselves over UCX: every field is checked before it is believed."""
+"""The metadata that peers publish over UCX: every field is checked before use."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_an_impossible_range_is_refused(name: str) -> None:
         Metadata.from_bytes(msgspec.msgpack.encode(document))
 
 
-def test_a_range_may_be_all_of_its_region_and_end_with_it() -> None:
+def test_a_range_may_be_its_whole_region() -> None:
     document = msgspec.msgpack.decode(WHOLE.to_bytes())
     document["ranges"][0] |= {"address": 0x8000, "nbytes": 65536}
     document["ranges"][1] |= {"address": 0x18000 - 64, "nbytes": 64}
@@ -85,7 +85,7 @@ def test_a_range_may_be_all_of_its_region_and_end_with_it() -> None:
     assert (first.nbytes, second.address) == (65536, 0x18000 - 64)
 
 
-def test_another_schema_and_no_messagepack() -> None:
+def test_another_schema_or_encoding_is_refused() -> None:
     other = WHOLE.to_bytes().replace(b"kvplan.ucx", b"kvplan.xyz")
     with pytest.raises(LLMException, match=r"schema is 'kvplan.xyz 4'.*reads 'kvplan.ucx 4'"):
         Metadata.from_bytes(other)

@@ -1,4 +1,4 @@
-"""What the user may say of UCX, and what comes of it; none of it loads the library."""
+"""Options for UCX, and the settings that follow from them; none of it loads the library."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_an_impossible_option_is_refused(field: str, value: str) -> None:
         Options(**{field: value})
 
 
-def test_options_are_read_from_text_of_the_interface() -> None:
+def test_options_are_parsed_from_text() -> None:
     given = {
         "kvplan.ucx_devices": "mlx5_0:1,mlx5_1:1",
         "kvplan.ucx_settings": '{"UCX_TLS": "rc"}',

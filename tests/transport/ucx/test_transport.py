@@ -1,4 +1,4 @@
-"""The transport between two processes of one host, over what UCX has there without RDMA."""
+"""The transport between two processes of one host, over what UCX offers without RDMA."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def pool() -> ThreadPool:
 def move(
     pool: ThreadPool, remote: UcxPeerMemory, local: Bytes, direction: Literal["get", "put"]
 ) -> Report:
-    """All of the remote tensors, one after another here."""
+    """Move all of the remote tensors, which lie one after another in local memory."""
     sizes = remote.nbytes
     here = np.uint64(local.ctypes.data) + np.cumsum(sizes) - sizes
     dst, src = (here, remote.addresses) if direction == "get" else (remote.addresses, here)
-    backend = remote.backend(pool, direction, host_memory(local))
+    backend = remote.backend(pool, direction, host_memory(local), None)
     with Executor(backend) as executor:
         return executor.run(Descriptors.from_columns(dst, src, sizes), TIMEOUT_MS)
 
@@ -61,7 +61,7 @@ def test_arrays_and_parts_of_an_arena(
     metadata = Metadata.from_bytes(owner.metadata())
     array, *parts = (range_.region for range_ in metadata.ranges)
     assert array not in parts
-    assert len(set(parts)) == 1  # the arena is known as a whole
+    assert len(set(parts)) == 1  # the arena is published as a whole
     assert len(metadata.regions) == 2
     remote = link.memory(
         [range_.address for range_ in metadata.ranges],
@@ -83,8 +83,10 @@ def test_arrays_and_parts_of_an_arena(
     assert link.way == "cma/memory"
 
 
-def test_adjacent_blocks_are_one_get(owner: UcxOwner, link: UcxLink, pool: ThreadPool) -> None:
-    """Plans merge them for every transport, in whatever order the table has them."""
+def test_adjacent_blocks_are_merged_into_one_get(
+    owner: UcxOwner, link: UcxLink, pool: ThreadPool
+) -> None:
+    """Plans merge adjacent blocks for every transport, in any order of the block table."""
     nbytes = 4096
     desc = CacheDesc(1, (NBYTES // nbytes, nbytes), DataType.DT_UINT8)
     there, here = [9, 3, 5, 4, 8, 20], [2, 10, 12, 11, 1, 30]
@@ -94,7 +96,7 @@ def test_adjacent_blocks_are_one_get(owner: UcxOwner, link: UcxLink, pool: Threa
     owner.run(f"array[:] = pattern(1, {NBYTES})")
     descriptors = bind(plan, remote, host_memory(local), one_space=False)
     assert descriptors.count == 3  # blocks 3 to 5, 8 to 9, and 20
-    with Executor(remote.backend(pool, "get", host_memory(local))) as executor:
+    with Executor(remote.backend(pool, "get", host_memory(local), None)) as executor:
         assert executor.run(descriptors, TIMEOUT_MS).status == KVN_OK
     expected = np.zeros((NBYTES // nbytes, nbytes), np.uint8)
     expected[here] = pattern(1, NBYTES).reshape(expected.shape)[there]
@@ -112,7 +114,7 @@ def test_ended_registrations_are_refused(owner: UcxOwner, link: UcxLink, pool: T
     assert move(pool, remote, local, "get").status == KVN_UNMAPPED
     with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "is not inside one range"):
         link.memory([address], 4096, metadata=owner.metadata())
-    owner.run("one = transport.register(extra)")  # the slot's next
+    owner.run("one = transport.register(extra)")  # takes the same slot
     assert move(pool, remote, local, "get").status == KVN_UNMAPPED
     again = link.memory([address], 4096, metadata=owner.metadata())
     assert move(pool, again, local, "get").status == KVN_OK
@@ -128,7 +130,7 @@ def test_memory_with_a_lease_shares_nothing_with_the_same_memory_without(
     address, metadata = owner.run("result = array.ctypes.data"), owner.metadata()
     plain = link.memory([address], NBYTES, writable=True, metadata=metadata)
     local = np.zeros(NBYTES, np.uint8)
-    leased = [plain.leased([lease])]  # before the memory without it has moved
+    leased = [plain.leased([lease])]  # before a transfer of the memory without the lease
 
     def statuses() -> list[int]:
         leased.append(plain.leased([lease]))
@@ -142,12 +144,12 @@ def test_memory_with_a_lease_shares_nothing_with_the_same_memory_without(
 def test_memory_that_several_documents_name_is_one_side(
     owner: UcxOwner, link: UcxLink, pool: ThreadPool
 ) -> None:
-    """As of caches that were published one after the other: each names its own registration."""
+    """Caches that were published one after another have documents with one registration each."""
     named = owner.run(
         """
-        several = [np.full(4096, 3 + it, np.uint8) for it in range(2)]
-        both = [transport.register(it) for it in several]
-        result = [(it.ctypes.data, transport.metadata([to])) for it, to in zip(several, both)]
+        several = [np.full(4096, 3 + number, np.uint8) for number in range(2)]
+        both = [transport.register(array) for array in several]
+        result = [(array.ctypes.data, transport.metadata([to])) for array, to in zip(several, both)]
         """
     )
     addresses, metadata = zip(*named, strict=True)
@@ -157,7 +159,7 @@ def test_memory_that_several_documents_name_is_one_side(
     assert (local == np.repeat([3, 4], 4096)).all()
     local[:] = 8
     assert move(pool, remote, local, "put").status == KVN_OK
-    assert owner.run("result = [int(it.min()) for it in several]") == [8, 8]
+    assert owner.run("result = [int(array.min()) for array in several]") == [8, 8]
     with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "is not inside one range"):
         link.memory(addresses, 4096, metadata=metadata[::-1])
     with refused(LLMStatusCode.LLM_PARAM_INVALID, "metadata is of 1 tensors; there are 2"):
@@ -175,7 +177,7 @@ def test_memory_that_several_documents_name_is_one_side(
 
 
 def test_the_transport(transport: UcxTransport, link: UcxLink) -> None:
-    assert transport.reaches == {"host"}  # this UCX finds no device
+    assert transport.reaches == {"host"}  # UCX finds no device here
     with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "that UCX does not reach here"):
         transport.register(DeviceRange(1 << 40, 4096))
     memory = bytearray(4096)
@@ -184,12 +186,12 @@ def test_the_transport(transport: UcxTransport, link: UcxLink) -> None:
         transport.register(memory)
     for item in held:
         transport.deregister(item)
-    memory.append(1)  # nobody holds it any more
+    memory.append(1)  # the memory is released
     assert transport.refusal(transport.metadata()) is not None
     assert link.detects_freed == "after"
 
 
-def test_the_peer_need_not_run(owner: UcxOwner, transport: UcxTransport) -> None:
+def test_a_stopped_peer_does_not_delay_a_transfer(owner: UcxOwner, transport: UcxTransport) -> None:
     metadata = owner.metadata()
     owner.stop()
     with transport.connect(metadata, timeout_ms=TIMEOUT_MS) as link:
@@ -221,7 +223,7 @@ class TestMaking:
             UcxTransport()
         assert 'kvplan.ucx_settings={"UCX_TLS": "cuda,shm"}' in str(caught.value)
 
-    def test_tcp_is_refused(self) -> None:
+    def test_tcp_as_a_ucx_transport_is_refused(self) -> None:
         with refused(LLMStatusCode.LLM_PARAM_INVALID, "UCX_TLS lets UCX use TCP"):
             UcxTransport(settings='{"UCX_TLS": "all"}')
 
@@ -229,7 +231,7 @@ class TestMaking:
         with pytest.raises(LLMException, match=r"UCX .* cannot be used: ucp_init: No such device"):
             UcxTransport(devices="none7", settings='{"UCX_TLS": "ib"}')
 
-    def test_the_number_of_registrations(self) -> None:
+    def test_the_number_of_registrations_is_limited(self) -> None:
         with pytest.raises(LLMException, match=r"max_registrations=0 .*\[1, 65536\]"):
             UcxTransport(settings=SHARED_MEMORY, max_registrations=0)
 
@@ -259,7 +261,7 @@ class TestMaking:
         assert [regions[each.region].nbytes for each in known.ranges] == [*sizes]
 
     def test_documents_of_one_transport_give_no_number_to_two_regions(self) -> None:
-        """A link takes the keys of several documents by their numbers: RDMA tells them apart."""
+        """A link finds the keys of several documents by their numbers, which RDMA needs."""
         memory = [np.zeros(4096, np.uint8) for _ in range(3)]
         regions: dict[int, tuple[int, int]] = {}
         with UcxTransport(settings=SHARED_MEMORY) as transport:
@@ -272,9 +274,9 @@ class TestMaking:
         assert len(set(regions.values())) == 3
 
     def test_a_closed_transport_has_no_open_files(self) -> None:
-        """Not even for as long as something refers to it."""
+        """The files are closed even while the transport is referenced."""
         before, kept = Held.now(), []
-        for _ in range(2):  # UCX has some of its own from the first time on
+        for _ in range(2):  # UCX keeps some files open after its first use
             before = Held.now()
             ends = [UcxTransport(settings=SHARED_MEMORY) for _ in range(2)]
             link = ends[0].connect(ends[1].metadata(), timeout_ms=TIMEOUT_MS)

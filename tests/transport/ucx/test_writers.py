@@ -1,4 +1,4 @@
-"""A deregistration waits for writers by UCX: running, stopped, dead, or without a link."""
+"""A deregistration waits for peers that write by UCX: running, stopped, dead, or without a link."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class TestWriters:
             link = transport.connect(metadata, timeout_ms=20_000)
             source = np.full(nbytes, 9, np.uint8)
             remote = link.memory([address], nbytes, writable=True)
-            backend = remote.backend(ThreadPool(1), "put", HostMemory.from_arrays([source]))
+            backend = remote.backend(ThreadPool(1), "put", HostMemory.from_arrays([source]), None)
             columns = address, source.ctypes.data, nbytes
             executor = Executor(backend)
             task = executor.submit(
-                Descriptors.from_columns(*(np.full(times, it, np.uint64) for it in columns)))
+                Descriptors.from_columns(*(np.full(times, value, np.uint64) for value in columns)))
             while not task.report.bytes_done:
                 assert not task.done, task.report
             return task, source, link, executor
@@ -51,7 +51,7 @@ class TestWriters:
 
     @pytest.fixture
     def writer(self, link: UcxLink) -> Iterator[UcxOwner]:
-        """Linked with this process: `link` shows what it writes."""
+        """A process with a link to this one; `link` shows what the process writes."""
         with found():
             writer = UcxOwner()
         writer.run(self.WRITE)
@@ -65,7 +65,7 @@ class TestWriters:
         writer.run(f"held = begin_to_write({metadata!r}, *{where})")
         return registration
 
-    def test_a_writer_that_goes_on_is_waited_for(
+    def test_a_running_writer_is_waited_for(
         self, transport: UcxTransport, writer: UcxOwner
     ) -> None:
         memory = np.zeros(NBYTES, np.uint8)
@@ -76,7 +76,7 @@ class TestWriters:
                 "report = held[0].wait(20_000); result = report.status, report.bytes_done"
             )
         assert status == KVN_UNMAPPED
-        assert moved < self.TIMES * NBYTES  # it has looked again meanwhile
+        assert moved < self.TIMES * NBYTES  # the deregistration has read the table again meanwhile
         assert (memory == 7).all()
 
     def test_a_stopped_writer_keeps_the_memory(
@@ -135,7 +135,7 @@ class TestWriters:
     def test_a_stopped_writer_is_waited_for_without_a_link(
         self, transport: UcxTransport, writer: UcxOwner
     ) -> None:
-        """Nothing else would keep it from writing when it goes on."""
+        """Without the quarantine, the writer would write as soon as it continues."""
         memory = np.zeros(NBYTES, np.uint8)
         lease = transport.begin_lease()
         with transport.connect(writer.metadata(), timeout_ms=TIMEOUT_MS):
@@ -165,7 +165,7 @@ class TestWriters:
             writer.stop()
             transport.deregister(registration)
         with transport.connect(metadata, timeout_ms=TIMEOUT_MS):
-            late = QUARANTINE._held[-1][0]  # who asks whether somebody writes
+            late = QUARANTINE._held[-1][0]  # the function that checks for writers
             assert late()
             assert is_held(memory)
         assert late()
@@ -185,14 +185,14 @@ class TestWriters:
             transport.deregister(registration)
         assert not is_held(memory)
 
-    def test_readers_are_not(self, transport: UcxTransport, owner: UcxOwner) -> None:
-        """They announce nothing."""
+    def test_readers_are_not_waited_for(self, transport: UcxTransport, owner: UcxOwner) -> None:
+        """Readers do not announce themselves."""
         metadata = Metadata.from_bytes(owner.metadata())
         with transport.connect(owner.metadata(), timeout_ms=TIMEOUT_MS) as link:
             range_ = metadata.ranges[0]
             local = np.zeros(range_.nbytes, np.uint8)
             remote = link.memory([range_.address], range_.nbytes)
-            backend = remote.backend(ThreadPool(1), "get", host_memory(local))
+            backend = remote.backend(ThreadPool(1), "get", host_memory(local), None)
             columns = local.ctypes.data, range_.address, range_.nbytes
             with Executor(backend) as executor:
                 task = executor.submit(
@@ -210,7 +210,7 @@ class TestWriters:
 
 
 class Answering:
-    """An endpoint that has been read: what is being written, or an error of the look."""
+    """An endpoint with a fixed result of a read: the current write, or an error."""
 
     def __init__(self, answer: frozenset[tuple[int, int]] | int) -> None:
         self.answer = answer
@@ -236,10 +236,10 @@ NONE, SOME = frozenset[tuple[int, int]](), frozenset({(3, 7)})
         (KVN_PEER_GONE, KVN_PEER_GONE, NONE),
     ],
 )
-def test_only_a_peer_that_is_gone_writes_nothing(
+def test_only_a_dead_peer_is_known_not_to_write(
     transport: UcxTransport, of_the_link: Any, of_another: Any, wanted: Any
 ) -> None:
-    """One that does not answer in time may write: nobody knows."""
+    """A peer that does not answer in time may still write."""
     endpoint: Any = Answering(of_the_link)
     transport._endpoints[endpoint] = "a peer"
     if of_another is not None:
@@ -251,7 +251,7 @@ def test_only_a_peer_that_is_gone_writes_nothing(
 
 
 def is_over(transport: UcxTransport, leases: list[tuple[int, int]]) -> bool:
-    """Whether no peer writes with them any more."""
+    """Return True if no peer writes with the leases any more."""
     try:
         transport.end_leases(leases)
     except LLMException as error:
@@ -262,7 +262,7 @@ def is_over(transport: UcxTransport, leases: list[tuple[int, int]]) -> bool:
 
 
 def is_held(memory: bytearray) -> bool:
-    """Whether it cannot be resized."""
+    """Return True if the memory cannot be resized."""
     try:
         memory.append(1)
     except BufferError:

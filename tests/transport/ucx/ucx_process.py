@@ -1,4 +1,4 @@
-"""What a `UcxOwner` has: a transport over UCX."""
+"""The names that the process of a `UcxOwner` has: a transport over UCX."""
 
 import threading
 from typing import Any
