@@ -6,7 +6,12 @@ __all__ = ["Condition", "GuardedLock", "Mutex", "signals_deferred"]
 
 class Deferral:
     def __enter__(self) -> None: ...
-    def __exit__(self, *exc: object) -> None: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
 
 signals_deferred: Final[Deferral]
 RLock = threading.RLock
@@ -25,4 +30,4 @@ class GuardedLock:
 Mutex = threading.RLock
 
 class Condition(threading.Condition):
-    def __init__(self) -> None: ...
+    def __init__(self, mutex: RLock | None = None) -> None: ...

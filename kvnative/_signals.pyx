@@ -24,9 +24,46 @@ cdef extern from *:
     #include <unistd.h>
 
     #define KVN_SIGNALS 32 /* behind the standard ones */
+    static _Thread_local int kvn_role; /* of a thread; 0: not known, 1: main, 2: another */
+
     static int kvn_is_main_thread(void)
     {
-        return syscall(SYS_gettid) == getpid();
+        if (kvn_role == 0) {
+            kvn_role = syscall(SYS_gettid) == getpid() ? 1 : 2;
+        }
+        return kvn_role == 1;
+    }
+
+    static void kvn_forget_role(void)
+    {
+        kvn_role = 0;
+    }
+
+    /* `_signal.getsignal`; a call through Python takes five times as long. */
+    static PyCFunction kvn_getsignal;
+    static PyObject *kvn_signal_module;
+
+    static int kvn_find_getsignal(PyObject *function)
+    {
+        if (PyCFunction_GetFlags(function) != METH_O) {
+            PyErr_SetString(PyExc_ImportError, "_signal.getsignal does not take one argument");
+            return -1;
+        }
+        kvn_getsignal = PyCFunction_GetFunction(function);
+        kvn_signal_module = PyCFunction_GetSelf(function); /* lives as long as the process */
+        return 0;
+    }
+
+    static int kvn_has_python_handler(PyObject *number)
+    {
+        PyObject *handler = kvn_getsignal(kvn_signal_module, number);
+        int found = handler != NULL && PyCallable_Check(handler);
+
+        if (handler == NULL) {
+            PyErr_Clear();
+        }
+        Py_XDECREF(handler);
+        return found;
     }
 
     static volatile sig_atomic_t kvn_arrived[KVN_SIGNALS];
@@ -70,6 +107,9 @@ cdef extern from *:
     enum:
         KVN_SIGNALS
     bint kvn_is_main_thread()
+    void kvn_forget_role()
+    int kvn_find_getsignal(object function) except -1
+    bint kvn_has_python_handler(object number)
     int kvn_arrived[]
     void kvn_note(int number) noexcept nogil
     object kvn_hold(object lock)
@@ -80,7 +120,7 @@ cdef object interrupt = None  # raised by a handler just before the block; raise
 cdef sigaction_t replaced[KVN_SIGNALS]
 cdef bint is_replaced[KVN_SIGNALS]
 memset(is_replaced, 0, sizeof(is_replaced))
-cdef object get_handler = _signal.getsignal
+kvn_find_getsignal(_signal.getsignal)
 RLock = type(threading.RLock())
 
 
@@ -106,7 +146,7 @@ cdef class Deferral:
             except BaseException as error:
                 interrupt = error
 
-    def __exit__(self, *exc):
+    def __exit__(self, kind, value, traceback):
         global depth, interrupt
         if not kvn_is_main_thread() or depth == 0:  # depth 0: the block began before a fork
             return
@@ -132,7 +172,7 @@ cdef void replace():
     for number in range(1, KVN_SIGNALS):
         kvn_arrived[number] = 0
         is_replaced[number] = (
-            callable(get_handler(number)) and sigaction(number, &ours, &replaced[number]) == 0
+            kvn_has_python_handler(number) and sigaction(number, &ours, &replaced[number]) == 0
         )
 
 
@@ -158,6 +198,7 @@ def begin_child():
     """
     global depth, interrupt
     cdef int number
+    kvn_forget_role()
     if depth == 0:
         return
     depth, interrupt = 0, None
@@ -185,16 +226,19 @@ Mutex = GuardedLock if sys.version_info >= (3, 14) else RLock
 
 
 class Condition(threading.Condition):
-    """A condition over an RLock, which it takes and releases without signal handlers in between.
+    """A condition over `mutex`, which it takes and releases without signal handlers in between.
 
     `threading.Condition` does both in Python functions, where handlers run.
+
+    Args:
+        mutex: A `Mutex`. None: a new one.
     """
 
-    def __init__(self):
-        super().__init__(Mutex())
+    def __init__(self, mutex=None):
+        super().__init__(mutex or Mutex())
 
     def __enter__(self):
         return self._lock.__enter__()
 
-    def __exit__(self, *exc):
-        return self._lock.__exit__(*exc)
+    def __exit__(self, kind, value, traceback):
+        return self._lock.__exit__(kind, value, traceback)

@@ -65,7 +65,8 @@ class Leases:
         self._instance = instance
         self._registry = registry
         self._words = LeaseWords(transports)
-        self._changed = Condition()  # re-entrant: a signal handler may enter again
+        self._mutex = Mutex()  # re-entrant: a signal handler may enter again
+        self._changed = Condition(self._mutex)
         self._move_mutex = Mutex()
         self._moving: set[int] = set()  # live leases whose new words take effect after a move
         self._thread: threading.Thread | None = None
@@ -105,7 +106,7 @@ class Leases:
         if tokens is not None:
             tokens = _check_tokens(tokens, len(table), entry.side)
         deadline_ns = 0 if ttl_ms is None else _deadline_ns(ttl_ms)
-        with self._changed:
+        with self._mutex:
             if deadline_ns:
                 self._start_thread()
             self._last_id += 1
@@ -123,7 +124,7 @@ class Leases:
                 words,
                 tokens,
             )
-            with self._changed:
+            with self._mutex:
                 self._live[lease_id] = lease
                 if deadline_ns:
                     self._wake_at(lease_id, deadline_ns)
@@ -140,7 +141,7 @@ class Leases:
     def end(self, lease: BlockLease) -> None:
         """See `LeaseOperations.release`."""
         lease_id = lease.lease_id
-        with self._changed:
+        with self._mutex:
             held = self._live.get(lease_id)
             if held is not lease and (held := self._held(lease)) is None:
                 return
@@ -162,7 +163,7 @@ class Leases:
     ) -> list[BlockLease]:
         """See `LeaseOperations.moved`; peers learn the result when it is published."""
         with self._move_mutex:
-            with self._changed:
+            with self._mutex:
                 leases, blocks = self._affected(where, moves, follow=follow)
                 if not follow:
                     for lease in leases:
@@ -184,7 +185,7 @@ class Leases:
     def _affected(
         self, where: Cache | BlockLease, moves: Mapping[int, int], *, follow: bool
     ) -> tuple[list[BlockLease], list[tuple[int, ...]]]:
-        """Return the live leases with a moved block, and their new blocks. Needs `_changed`."""
+        """Return the live leases with a moved block, and their new blocks. Needs the mutex."""
         now_ns = time.monotonic_ns()
         if isinstance(where, BlockLease):
             entry = self._registry.get(self.standing(where).cache_id)
@@ -231,7 +232,7 @@ class Leases:
             for words in begun:
                 self._words.drop(words)
             raise
-        with self._changed:
+        with self._mutex:
             self._moving.update(lease_ids)
         try:
             self._words.end_together(leases)
@@ -250,7 +251,7 @@ class Leases:
         """Give a lease other blocks and words, and return its new value; None: it has ended."""
         lease_id = lease.lease_id
         latest = replace(lease, blocks=blocks, words=words, moves=lease.moves + 1)
-        with self._changed:
+        with self._mutex:
             self._moving.discard(lease_id)
             if is_live := self._live.get(lease_id) is lease:
                 self._live[lease_id] = self._registry.moved_leases[lease_id] = latest
@@ -277,7 +278,7 @@ class Leases:
     def renew(self, lease: BlockLease, ttl_ms: float) -> float:
         """See `LeaseOperations.renew`."""
         renewed_ns = _deadline_ns(ttl_ms)
-        with self._changed:
+        with self._mutex:
             lease = self.standing(lease)
             if (deadline_ns := self._deadlines.get(lease.lease_id)) is None:
                 raise invalid(f"{lease} was made without ttl_ms: it does not expire")
@@ -293,7 +294,7 @@ class Leases:
 
     def standing(self, lease: BlockLease) -> BlockLease:
         """Return the latest value of a lease of this engine that has not ended."""
-        with self._changed:
+        with self._mutex:
             held = self._held(lease)
             if held is None or not self._is_live(lease.lease_id, time.monotonic_ns()):
                 raise not_exist(f"{lease} was released or has expired")
@@ -301,7 +302,7 @@ class Leases:
 
     def end_cache(self, cache_id: int) -> None:
         """End the leases of a freed cache; a lease that a peer delays ends later."""
-        with self._changed:
+        with self._mutex:
             ended = [lease_id for lease_id, held in self._live.items() if held.cache_id == cache_id]
             for lease_id in ended:
                 self._move_to_ending(lease_id, LeaseEnd.CACHE_FREED)
@@ -310,14 +311,14 @@ class Leases:
     def live(self) -> list[BlockLease]:
         """Return the leases that have not ended, the oldest first."""
         now_ns = time.monotonic_ns()
-        with self._changed:
+        with self._mutex:
             return [
                 held for lease_id, held in self._live.items() if self._is_live(lease_id, now_ns)
             ]
 
     def close(self) -> None:
         """Stop the thread; the remaining leases end with their transports."""
-        with self._changed:
+        with self._mutex:
             self._closed = True
             thread, self._thread = self._thread, None
             self._changed.notify()
@@ -325,18 +326,18 @@ class Leases:
             thread.join(_STOPPED_S)
 
     def _start_thread(self) -> None:
-        """Start the thread that ends leases, if it does not run. Needs `_changed`."""
+        """Start the thread that ends leases, if it does not run. Needs the mutex."""
         if self._thread is not None or self._closed:
             return
         self._thread = start_thread(f"kvplan-leases-{self._cluster_id}", self._run)
 
     def _wake_at(self, lease_id: int, deadline_ns: int) -> None:
-        """Set the time at which the thread ends a lease or retries. Needs `_changed`."""
+        """Set the time at which the thread ends a lease or retries. Needs the mutex."""
         if self._deadlines.set(lease_id, deadline_ns):
             self._changed.notify()
 
     def _is_live(self, lease_id: int, now_ns: int) -> bool:
-        """Return whether a lease is live and before its deadline. Needs `_changed`."""
+        """Return whether a lease is live and before its deadline. Needs the mutex."""
         deadline_ns = self._deadlines.get(lease_id)
         return lease_id in self._live and (deadline_ns is None or now_ns < deadline_ns)
 
@@ -347,7 +348,7 @@ class Leases:
 
     def _wait_for_late(self) -> list[int] | None:
         """Wait for leases that expire or are due again; return their ids, or None on `close`."""
-        with self._changed:
+        with self._mutex:
             while not self._closed:
                 now_ns, late = time.monotonic_ns(), []
                 while (lease_id := self._deadlines.pop_late(now_ns)) is not None:
@@ -360,7 +361,7 @@ class Leases:
         return None
 
     def _move_to_ending(self, lease_id: int, end: LeaseEnd) -> None:
-        """Move a live lease to the ending ones. Needs `_changed`."""
+        """Move a live lease to the ending ones. Needs the mutex."""
         if (lease := self._live.get(lease_id)) is None:
             return
         self._registry.moved_leases.pop(lease_id, None)
@@ -388,7 +389,7 @@ class Leases:
         """Retry the end of leases later, because a peer may still write with them."""
         again_ns = time.monotonic_ns() + _RETRY_NS
         # If the thread cannot start, the program may call `release` again.
-        with self._changed, suppress(LLMException):
+        with self._mutex, suppress(LLMException):
             for lease_id in lease_ids:
                 self._held_up.add(lease_id)
                 self._wake_at(lease_id, again_ns)
@@ -413,7 +414,7 @@ class Leases:
                     raise
 
     def _held(self, lease: BlockLease) -> BlockLease | None:
-        """Return this engine's value of a lease; None: ended. Refuses others. Needs `_changed`."""
+        """Return this engine's value of a lease; None: ended. Refuses others. Needs the mutex."""
         if (lease.cluster_id, lease.instance) != (self._cluster_id, self._instance):
             if lease.cluster_id == self._cluster_id:
                 return None  # made before a restart of this engine, which ended all leases
