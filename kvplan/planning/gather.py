@@ -106,7 +106,7 @@ def check_gather(transfer: Transfer) -> None:
     if transfer.dst.slot is not None and as_int("dst.slot", transfer.dst.slot) != 0:
         raise invalid(f"dst.slot={transfer.dst.slot} must be None or 0: a gather writes blocks")
     refuse_bytes(transfer.nbytes, sources | {"dst": transfer.dst})
-    if transfer.reinterpret:
+    if check_type("reinterpret", transfer.reinterpret, bool):
         raise invalid("reinterpret=True must be False: a gather needs the meaning of its rows")
     if transfer.layers is not ALL_LAYERS and transfer.layers != ALL_LAYERS:
         raise invalid(
