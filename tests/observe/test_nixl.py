@@ -269,6 +269,17 @@ def test_a_forked_child_observes_its_own_agents_only(program: Program) -> None:
     assert names == sorted([f"nixl-decode-{os.getpid()}", f"nixl-child-{pid}"])
 
 
+def test_the_recording_of_an_agent_that_is_gone_is_complete(program: Program) -> None:
+    """The file and the thread of its recorder are closed."""
+    program.agent.transfer(program.make([1], [2], request="cmpl-1"))
+    (agent,) = program.observer.calls.agents.values()
+    del program.agent
+    gc.collect()
+    recording = program.recording()
+    assert (len(recording.transfers), recording.complete) == (1, True)
+    assert (program.observer.calls.agents, agent.recorder.ended) == ({}, True)
+
+
 def test_calls_that_come_too_fast_are_a_finding(program: Program) -> None:
     """Calls of transfers that began before are left out; later transfers are recorded."""
     handle = program.make([1], [3])
