@@ -21,6 +21,7 @@ from kvplan.validation import (
     check_index,
     check_type,
     check_width,
+    is_unicode,
     shown,
     take_ints,
 )
@@ -489,5 +490,5 @@ def _check_format(text: str) -> None:
         raise invalid(
             f"kv_tensor_format has {len(text)} characters; at most {MAX_FORMAT} are allowed"
         )
-    if text.encode(errors="ignore").decode() != text:
+    if not is_unicode(text):
         raise invalid(f"kv_tensor_format={shown(text)} is not Unicode text")

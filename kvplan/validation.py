@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -84,10 +85,15 @@ def check_type(name: str, value: object, expected: type[_T]) -> _T:
     return value
 
 
+def is_unicode(text: str) -> bool:
+    """Return False for text with surrogates, which no encoding can represent."""
+    return text.isascii() or re.search("[\ud800-\udfff]", text) is None
+
+
 def as_bytes(name: str, value: Any) -> bytes:
     """Return text or any buffer as bytes."""
     if isinstance(value, str):
-        with suppress(UnicodeEncodeError):
+        if is_unicode(value):
             return value.encode()
         raise ValueError(f"{name}={shown(value)} is not Unicode text")
     with suppress(TypeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,7 +12,9 @@ from kvplan.status import invalid
 from kvplan.validation import check_type, shown
 
 IPC: Final = "ipc://"
+PORT_MAX: Final = 65535
 MAX_PATH: Final = 107  # bytes of a Unix socket's name
+MAX_DIRECTORY: Final = MAX_PATH - 19  # bytes; the name of a socket there has 18, and a "/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,9 @@ class Endpoint:
             )
         # isdecimal() alone accepts the digits of every script.
         if not (port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) < 2**16):
-            raise invalid(f"endpoint={shown(text)}: port {shown(port)} is out of range [0, 65535]")
+            raise invalid(
+                f"endpoint={shown(text)}: port {shown(port)} is out of range [0, {PORT_MAX}]"
+            )
         return cls(host, int(port))
 
     @classmethod
@@ -54,7 +59,7 @@ class Endpoint:
         has_port = re.fullmatch(r"(\[.*\]|[^:]*):[^:]*", text) is not None
         endpoint = cls.parse(text if has_port else f"{text}:{port}")
         if endpoint.path or not endpoint.port:
-            raise invalid(f"endpoint={shown(text)} must name a host, and a port in [1, 65535]")
+            raise invalid(f"endpoint={shown(text)} must name a host, and a port in [1, {PORT_MAX}]")
         if endpoint.is_wildcard:
             raise invalid(f"endpoint={shown(text)} stands for all addresses; peers need one")
         return endpoint
@@ -96,6 +101,15 @@ class Endpoint:
 def endpoint_of(name: Any) -> Endpoint:
     """Return the endpoint of a socket address."""
     return Endpoint(name[0], name[1]) if isinstance(name, tuple) else Endpoint(path=name)
+
+
+def check_directory(name: str, path: str) -> None:
+    """Refuse a directory in which the paths of sockets would be too long."""
+    if (nbytes := len(os.fsencode(path))) > MAX_DIRECTORY:
+        raise invalid(
+            f"{name}={shown(path)} has {nbytes} bytes; at most {MAX_DIRECTORY} are allowed, as "
+            f"paths of sockets in it have at most {MAX_PATH}"
+        )
 
 
 def _is_name(host: str) -> bool:

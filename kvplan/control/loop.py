@@ -7,7 +7,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
@@ -256,10 +256,7 @@ class ControlLoop:
     def start_in_worker(
         self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> asyncio.Future[_T]:
-        """Run a function in a thread of the pool, or here if the system has no thread left.
-
-        The function may be called twice: a thread that becomes free meanwhile may take it, too.
-        """
+        """Run a function in a thread of the pool, or here if the system has no thread left."""
         call = partial(function, *args, **kwargs)
         try:
             return asyncio.shield(self._in_pool(call))
@@ -272,16 +269,15 @@ class ControlLoop:
             return done
 
     def _in_pool(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
-        calls = [call]
-
-        def run() -> _T:
-            return calls.pop()()
-
+        assert self._workers is not None
+        outcome: Future[_T] = Future()
         try:
-            return asyncio.get_running_loop().run_in_executor(self._workers, run)
+            self._workers.submit(_settle, outcome, call)
         except RuntimeError as error:
-            calls.clear()  # the callback stays in the pool's queue until a worker is free
-            raise system_error(f"{self._name} has no worker", error) from error
+            # The call is in the pool's queue: a worker that was busy may have taken it.
+            if outcome.cancel():
+                raise system_error(f"{self._name} has no worker", error) from error
+        return asyncio.wrap_future(outcome)
 
     def stop(self, disconnect: Callable[[], Awaitable[None]] | None = None) -> None:
         """End all channels and the thread. Idempotent; does nothing in a forked child.
@@ -372,6 +368,16 @@ class ControlLoop:
         started = self._thread is not None
         code = LLMStatusCode.LLM_ENGINE_FINALIZED if started else LLMStatusCode.LLM_FAILED
         return LLMException(f"{self._name} is not running", status_code=code)
+
+
+def _settle(outcome: Future[_T], call: Callable[[], _T]) -> None:
+    """Make a call in a worker, unless its outcome is cancelled."""
+    if outcome.set_running_or_notify_cancel():
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+            del outcome  # its error refers to this frame
 
 
 def _check_descriptors() -> None:

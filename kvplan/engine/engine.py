@@ -195,8 +195,10 @@ class Engine:
         logger.warning(
             "%s between caches that differ: src is %s; dst is %s. The bytes are copied as they are "
             "(kvplan.unlike_caches=refuse refuses this); later transfers of the pair do not warn",
-            operation, part.src, part.dst,
-        )  # fmt: skip
+            operation,
+            part.src,
+            part.dst,
+        )
 
     def remap(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Register caches again; see `remap_registered_memory`."""

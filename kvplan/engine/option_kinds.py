@@ -15,7 +15,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, Final, TypeVar
 
-from kvplan.control.endpoint import MAX_PATH, Endpoint
+from kvplan.control.endpoint import MAX_DIRECTORY, PORT_MAX, Endpoint, check_directory
 from kvplan.engine.numa import ALL_NODES, MAX_NODE, check_choice_of_node
 from kvplan.engine.pools import PoolConfig
 from kvplan.execution.tuning import check_choice
@@ -28,8 +28,6 @@ _T = TypeVar("_T")
 
 INT32: Final = (-(2**31), 2**31 - 1)
 UINT32: Final = (0, UINT32_MAX)
-PORT_MAX: Final = 65535
-_MAX_DIRECTORY: Final = MAX_PATH - 19  # bytes; the name of a socket there has 18, and a "/"
 _RESOURCES = {  # keys of the global resource config with their smallest and largest value
     "channel_pool.max_channel": (1, 512),
     "comm_resource_config.listen_port": (1, PORT_MAX),
@@ -250,11 +248,7 @@ def _check_directory(name: str, value: object) -> None:
     path = _check_path(name, value)
     if not path.startswith("/"):
         raise invalid(f"{name}={shown(path)} must be an absolute path")
-    if (nbytes := len(os.fsencode(path))) > _MAX_DIRECTORY:
-        raise invalid(
-            f"{name}={shown(path)} has {nbytes} bytes; at most {_MAX_DIRECTORY} are allowed, as "
-            f"paths of sockets in it have at most {MAX_PATH}"
-        )
+    check_directory(name, path)
 
 
 def _check_advertise(name: str, value: object) -> None:
@@ -324,7 +318,7 @@ def _typed(expected: type) -> Callable[[str, Any], object]:
 
 TEXT: Final = Kind(_typed(str))
 PATH: Final = Kind(_check_path, values="path")
-DIRECTORY: Final = Kind(_check_directory, values=f"absolute path of at most {_MAX_DIRECTORY} bytes")
+DIRECTORY: Final = Kind(_check_directory, values=f"absolute path of at most {MAX_DIRECTORY} bytes")
 FLAG: Final = Kind(_typed(bool), _flag, "0, 1")
 JSON: Final = Kind(_check_json, values="JSON")
 RESOURCES: Final = Kind(_check_resources, values="JSON")

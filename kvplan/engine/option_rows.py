@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from kvplan.control.endpoint import PORT_MAX
 from kvplan.device.choice import ACCELERATORS, CUDA_CONTEXTS
 from kvplan.engine import option_kinds as kinds
 from kvplan.engine.option_kinds import (
     INT32,
-    PORT_MAX,
     UINT32,
     Kind,
     described,

@@ -205,7 +205,7 @@ class TransferOperation(PairOperation):
             src=structs.replace(read, cache=src.side, slot=src.slot),
             dst=structs.replace(written, cache=dst.side, slot=dst.slot),
             layers=self._layers_of(pair, src.side),
-            reinterpret=given.reinterpret or self.engine.reinterpret,
+            reinterpret=self.engine.reinterpret or given.reinterpret,
         )
 
     def _kinds_of(self, pair: Pair) -> tuple[bool | None, bool, str]:
@@ -392,6 +392,7 @@ def _is_usual(pair: Pair) -> bool:
     return (
         isinstance(transfer, Transfer)
         and transfer.nbytes is None
+        and type(transfer.reinterpret) is bool  # type: ignore[redundant-expr]
         and transfer.coalesce is DEFAULT_COALESCE
         and (transfer.rank is None or pair.taken is not None)
         and type(src.offset) is type(dst.offset) is int

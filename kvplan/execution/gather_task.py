@@ -75,13 +75,14 @@ class GatherTask(AwaitableTask):
         """Wait at most `timeout_ms`, and return `done`. Does not raise the outcome."""
         end = perf_counter() + float(timeout_ms) / 1000
         tasks = list(self.tasks.values())
-        return all(task.wait_done(max(0.0, end - perf_counter()) * 1000) for task in tasks)
+        return all(task.wait_done(_left_ms(end)) for task in tasks)
 
     def wait(self, timeout_ms: float | None = None) -> None:
         """Wait until all bytes of all sources have arrived and the peers were notified.
 
         If one source fails, the others are stopped: after an error nothing moves, and blocks of
-        the destination may be written in part.
+        the destination may be written in part. An interrupt (Ctrl-C) ends the call, but not the
+        transfer.
 
         Args:
             timeout_ms: milliseconds for all sources together, >= 0; None waits forever.
@@ -100,13 +101,13 @@ class GatherTask(AwaitableTask):
         try:
             self._follow()
             for task in self.tasks.values():
-                if not task.wait_done(max(0.0, end - perf_counter()) * 1000):  # copies, too
+                if not task.wait_done(_left_ms(end)):  # copies, too
                     self._given_up = True
                     with suppress(LLMException):
                         task.wait(0)
             is_late = timeout_ms is not None and not self._given_up and not self._settles_by(end)
             errors = {} if is_late else self._errors()
-        except BaseException:
+        except LLMException:  # no thread is left
             self.drop()
             raise
         if is_late:
@@ -234,3 +235,8 @@ class GatherTask(AwaitableTask):
             parts.append(f"{names} stopped because of that")
         message = f"{self._operation}: {len(failed)} of {len(self._names)} sources failed: "
         return GatherError(message + "; ".join(parts), failed or stopped, stopped)
+
+
+def _left_ms(end: float) -> float:
+    """Return the milliseconds until `end`; 0 after it."""
+    return max(0.0, end - perf_counter()) * 1000

@@ -183,7 +183,6 @@ class RowRequests:
             return None
         if ext_param is not ALL_LAYERS and not are_plain(ext_param):
             return None
-        reinterpret = bool(reinterpret)
         layers = None if ext_param is ALL_LAYERS else ext_param
         key: _Key = (
             id(src.addresses), id(dst.addresses), operation, layers, by_layer, by_tokens,

@@ -40,6 +40,7 @@ from kvplan.planning.plan import Plan
 from kvplan.planning.texts import plural
 from kvplan.status import LLMException, invalid
 from kvplan.system.logs import Log
+from kvplan.validation import as_bytes
 
 _log = Log("kvplan.hixl")
 
@@ -356,7 +357,7 @@ class Hixl:
             NOT_CONNECTED; TIMEOUT; RESOURCE_EXHAUSTED: too many messages are unread at the peer.
         """
         running = self._initialized(timeout_in_millis)
-        name, text = notify.name.encode(), notify.notify_msg.encode()
+        name, text = as_bytes("name", notify.name), as_bytes("notify_msg", notify.notify_msg)
         for argument, data in (("name", name), ("notify_msg", text)):
             if len(data) > _MAX_TEXT:
                 raise invalid(f"{argument} has {len(data)} bytes; at most {_MAX_TEXT} can be sent")

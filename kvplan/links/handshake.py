@@ -239,12 +239,13 @@ class HandshakeAcceptor:
             raise other_cluster(engine.cluster_id, hello.to_cluster_id)
         if hello.cluster_id == engine.cluster_id:
             raise link_failed(f"cluster {engine.cluster_id} cannot link with itself")
-        comm_id = admit(hello)
+        admit(hello)
         timeout_s = min(hello.timeout_ms / 1000, _MAX_TIMEOUT_S)
         await self._yield_to_own_handshake(hello, timeout_s)
         replaced = await self._live_link(channel, hello, timeout_s)
         if channel.bound is not None:  # by another Hello that arrived in the meantime
             raise link_failed("the channel has a link already")
+        comm_id = admit(hello)  # again: the communicator may have been unlinked meanwhile
         self._end_unconfirmed(hello)
         transitions.check_capacity(hello.cluster_id)
         while len(transitions.accepting) >= self._max_accepting:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvplan.control.connecting import Server
-from kvplan.control.endpoint import Endpoint
+from kvplan.control.endpoint import PORT_MAX, Endpoint, check_directory
 from kvplan.links.handshake import HandshakeInitiator
 from kvplan.links.local_engine import LinkOptions, LocalEngine
 from kvplan.links.peer_link import PeerLink
@@ -25,7 +24,15 @@ from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid, link_failed, message_of, not_linked
 from kvplan.system.logs import Log
 from kvplan.system.users import check_above, private_directory, runtime_directory
-from kvplan.validation import UINT32_MAX, UINT64_MAX, check_mapping, check_type, check_width, shown
+from kvplan.validation import (
+    UINT32_MAX,
+    UINT64_MAX,
+    check_mapping,
+    check_type,
+    check_width,
+    is_unicode,
+    shown,
+)
 
 if TYPE_CHECKING:
     from kvplan.control.channel import Handler
@@ -193,11 +200,15 @@ class Rendezvous:
         """Begin to link all members, including this engine, and return the communicator's id."""
         if not 1 <= len(check_type("comm_name", comm_name, str)) <= 127:
             raise invalid(f"comm_name has {len(comm_name)} characters; [1, 127] are allowed")
-        if re.search("[\ud800-\udfff]", comm_name):
+        if not is_unicode(comm_name):
             raise invalid(f"comm_name={shown(comm_name)} is not Unicode text")
         for other in self._communicators.values():
             if other.name == comm_name:
                 raise invalid(f"comm_name={comm_name!r} is linked already: {other.comm_id}")
+        here = members[self._engine.cluster_id].server_id
+        on_host = [member for member in members.values() if member.server_id == here]
+        if len(on_host) > 1 and self._engine.options.comm_dir is None:
+            check_directory("comm_dir is None: XDG_RUNTIME_DIR/kvplan", str(runtime_directory()))
         self._last_id += 1
         comm = self._communicators[self._last_id] = Communicator(self._last_id, comm_name, members)
         comm.preparing = asyncio.create_task(self._prepare(comm))
@@ -211,13 +222,16 @@ class Rendezvous:
         if comm.status is RegisterMemStatus.PREPARING:
             comm.status = RegisterMemStatus.FAILED  # which stays if this call does not end
         await asyncio.wait((comm.preparing,))
-        ours = [link for link in self._transitions.links.values() if link.comm_id == comm_id]
+        ours = [link for link in self._transitions.links.values() if link.comm == comm.name]
         ends = (self._unlinker.unlink(link.cluster_id, _UNLINK_S, force=False) for link in ours)
         for error in filter(None, await asyncio.gather(*ends, return_exceptions=True)):
             code = error.status_code if isinstance(error, LLMException) else None
             if code in {None, LLMStatusCode.LLM_LINK_BUSY}:
                 raise error
         self._forget(self._get(comm_id))  # another call, or `close`, may have been faster
+        for link in (*self._transitions.accepting.values(), *self._transitions.links.values()):
+            if link.comm == comm.name:  # a peer has begun it, perhaps meanwhile
+                self._transitions.unlinked(link, f"communicator {comm.name!r} was unlinked")
 
     def status(self, comm_id: int) -> RegisterMemStatus:
         """Return the status of a communicator, which a lost link changes from OK to FAILED.
@@ -364,9 +378,13 @@ class Rendezvous:
             self._transitions.note_error(cluster_id, why)
         _LOG.log(
             logging.WARNING if failure else logging.INFO,
-            "comm cluster=%d comm_id=%d name=%r state=%s%s", self._engine.cluster_id,
-            comm.comm_id, comm.name, comm.status.name, f" reason={failure!r}" if failure else "",
-        )  # fmt: skip
+            "comm cluster=%d comm_id=%d name=%r state=%s%s",
+            self._engine.cluster_id,
+            comm.comm_id,
+            comm.name,
+            comm.status.name,
+            f" reason={failure!r}" if failure else "",
+        )
 
 
 def meeting_point(
@@ -374,7 +392,7 @@ def meeting_point(
 ) -> Endpoint:
     """Return where `cluster_id` at location `there` listens for a member at location `here`."""
     if here.server_id == there.server_id:
-        # Names and ids may be long, but the path of a socket must be short: see _MAX_DIRECTORY.
+        # Names and ids may be long, but the path of a socket must be short: see MAX_DIRECTORY.
         name = hashlib.sha256(f"{cluster_id} {comm_name}".encode()).hexdigest()[:18]
         return Endpoint(path=str(socket_directory(options.comm_dir) / name))
     return Endpoint(there.server_id, options.comm_port + there.device_id)
@@ -391,7 +409,7 @@ def exposed_point(
         if any(above > member and at.server_id != members[above].server_id for above in members)
     }
     highest = max((members[member].device_id for member in exposed), default=0)
-    max_device_id = 65535 - options.comm_port
+    max_device_id = PORT_MAX - options.comm_port
     if highest > max_device_id:
         raise invalid(
             f"rank_table: device_id={highest} is out of range [0, {max_device_id}]: members on "

@@ -38,7 +38,8 @@ class Calls:
 
     Attributes:
         seen: the calls that wait for the thread.
-        tokens: messages that wake the thread: True: new calls; False: end; or an Event to set.
+        tokens: messages that wake the thread: True: new calls; False: end; an Event to set; or the
+            id of an observed object that is gone, and its agent.
         thread: the thread that takes calls; None before the first agent and after the end.
         agents: the agents by the id of the observed object.
         failed: True after an error of the observer.
@@ -48,7 +49,7 @@ class Calls:
 
     def __init__(self, *, inline: bool) -> None:
         self.seen = CallLog(self.wake, MAX_SEEN, _MAX_NBYTES)
-        self.tokens: SimpleQueue[bool | threading.Event] = SimpleQueue()
+        self.tokens: SimpleQueue[bool | threading.Event | tuple[int, Agent]] = SimpleQueue()
         self.thread: threading.Thread | None = None
         self.agents: dict[int, Agent] = {}
         self.failed = False

@@ -6,6 +6,7 @@ import atexit
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache, wraps
@@ -146,13 +147,16 @@ class Observer:
         calls = self.calls
         if id(owner) in calls.agents:  # begun before, or by an earlier owner with this id
             calls.take()
+        agent = Agent(recorder, sums=calls.inline)
         with self._mutex:
             before = calls.agents.get(id(owner))
-            calls.agents[id(owner)] = Agent(recorder, sums=calls.inline)
+            calls.agents[id(owner)] = agent
             if calls.thread is None:
                 calls.thread = start_thread("kvplan-observer", self._work, calls)
         if before is not None:
             before.recorder.close()
+        with suppress(TypeError):  # of a class without weak references
+            weakref.finalize(owner, calls.tokens.put, (id(owner), agent)).atexit = False
 
     def sum(self, tag: str, descriptors: Any) -> None:
         """Record sums of memory of an agent, for `kvplan.observe.sums`."""
@@ -161,7 +165,7 @@ class Observer:
             ranges = ranges_of(descriptors)[0]
             with calls.mutex:
                 calls.take()
-                for agent in calls.agents.values():  # each that registered this memory
+                for agent in list(calls.agents.values()):  # each that registered this memory
                     agent.add_sums(ranges, {"tag": tag})
 
     def flush(self) -> None:
@@ -188,7 +192,7 @@ class Observer:
             agent.recorder.close()
 
     def _work(self, calls: Calls) -> None:
-        token: bool | threading.Event = True
+        token: bool | threading.Event | tuple[int, Agent] = True
         while token is not False:
             token = calls.tokens.get()
             if token is True:
@@ -198,6 +202,15 @@ class Observer:
             calls.take()
             if isinstance(token, threading.Event):
                 token.set()
+            elif isinstance(token, tuple):
+                self._end(*token)
+
+    def _end(self, key: int, agent: Agent) -> None:
+        """Close the recording of an agent whose observed object is gone."""
+        with self._mutex:
+            if self.calls.agents.get(key) is agent:  # not the agent of a later object there
+                del self.calls.agents[key]
+        agent.recorder.close()
 
 
 @lru_cache(maxsize=1024)

@@ -79,8 +79,14 @@ def plan_gather(
 
     Together the parts write each byte of the request in `dst` exactly once: layer by layer, head by
     head and token by token from one of the sources that have it. A source's part is None if nothing
-    is taken from it: for example, it is a replica or holds no token of the request. A cache without
-    a `Shard` has all layers, heads and tokens.
+    is taken from it: for example, it is a replica or holds no token of the request.
+
+    Args:
+        transfer: the rows of each source and of `dst`; see `Transfer`.
+        sources: the caches. Their `Shard` names layers, heads and tokens; a cache without a shard
+            has everything.
+        dst: the local paged cache.
+        by_layer: True if each layer is to move by itself.
     """
     check_gather(transfer)
     sides = [side(f"sources[{i}]", cache, paged=True) for i, cache in enumerate(sources)]
@@ -106,7 +112,7 @@ def check_gather(transfer: Transfer) -> None:
     if transfer.dst.slot is not None and as_int("dst.slot", transfer.dst.slot) != 0:
         raise invalid(f"dst.slot={transfer.dst.slot} must be None or 0: a gather writes blocks")
     refuse_bytes(transfer.nbytes, sources | {"dst": transfer.dst})
-    if transfer.reinterpret:
+    if check_type("reinterpret", transfer.reinterpret, bool):
         raise invalid("reinterpret=True must be False: a gather needs the meaning of its rows")
     if transfer.layers is not ALL_LAYERS and transfer.layers != ALL_LAYERS:
         raise invalid(

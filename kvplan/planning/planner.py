@@ -45,6 +45,7 @@ def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = 
     """
     if local is not None and local not in ("src", "dst", "both"):
         raise invalid(f"local={shown(local)} must be 'src', 'dst', 'both' or None")
+    check_type("by_layer", by_layer, bool)
     if isinstance(transfer, Transfer):
         return Plan.made(*_plan_one("", transfer, local, by_layer))
     check_mapping("transfer", transfer)
@@ -106,6 +107,7 @@ def plan_pair(
 ) -> Part:
     """Plan rows of one cache to rows of another; `transfer` has the rows."""
     src, dst = cast(Rows, transfer.src), transfer.dst
+    check_type("reinterpret", transfer.reinterpret, bool)
     if transfer.rank is not None:
         raise invalid(f"rank={transfer.rank} must be None: only a gather has several sources")
     verb = VERBS[local]

@@ -223,7 +223,9 @@ def _side_to_dict(side: Side) -> dict[str, Any]:
 
 
 def side_from_dict(name: str, document: Any) -> Side:
-    """Read and check the side `name` of a part."""
+    """Read and check the side `name` of a part; a `Side` was read before."""
+    if isinstance(document, Side):
+        return document
     _check_fields(name, document, {*_SIDE_FIELDS})
     data_type, layout, label = (document[field] for field in ("data_type", "layout", "label"))
     shape = tuple(_integers(f"{name}.shape", document["shape"]))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -23,6 +24,7 @@ from kvplan.planning.part import Part
 from kvplan.planning.plan import SCHEMA_VERSION, Plan
 from kvplan.planning.schema import part_from_dict, part_to_dict, side_from_dict
 from kvplan.planning.segments import Segments
+from kvplan.planning.side import Side
 from kvplan.status import invalid
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True, tag=HEADER):
     clock: float
 
 
-class TemplateRow(msgspec.Struct, frozen=True, array_like=True, tag=TEMPLATE):
+class TemplateRow(msgspec.Struct, frozen=True, array_like=True, dict=True, tag=TEMPLATE):
     """A part without its block tables and segments; rows of transfers refer to it by `number`."""
 
     number: int
@@ -77,6 +79,15 @@ class TemplateRow(msgspec.Struct, frozen=True, array_like=True, tag=TEMPLATE):
     plan: dict[str, Any]
     ways: tuple[str, str]  # of src and dst; `plan` has none
     cache_ids: tuple[int, int]
+
+    @cached_property
+    def sides(self) -> tuple[Side, Side]:
+        """Source and destination, read once for all rows that refer to the template."""
+        src, dst = (
+            replace(side_from_dict(name, self.plan[name]), way=way, cache_id=cache_id)
+            for name, way, cache_id in zip(("src", "dst"), self.ways, self.cache_ids, strict=True)
+        )
+        return src, dst
 
 
 class SegmentsRow(msgspec.Struct, frozen=True, array_like=True):
@@ -239,7 +250,6 @@ def plan_of(templates: dict[int, TemplateRow], rows: Iterable[PartRow]) -> Plan 
 
 
 def _part(template: TemplateRow, row: PartRow) -> Part:
-    document = dict(template.plan)
     found = row.segments
     tables: dict[str, Any] = {
         "src": rows_of(row.src).tolist(),
@@ -249,7 +259,7 @@ def _part(template: TemplateRow, row: PartRow) -> Part:
         "num_tokens": None,
     }
     if found is None:
-        num_slices, columns, repeats = len(rows_of(row.dst)), _by_rows(document, row), []
+        num_slices, columns, repeats = len(rows_of(row.dst)), _by_rows(template, row), []
     else:
         num_slices = found.num_slices
         columns = [
@@ -260,9 +270,12 @@ def _part(template: TemplateRow, row: PartRow) -> Part:
             field: getattr(found, field) for field in ("src_token", "dst_token", "num_tokens")
         }
     named = zip(Segments.columns(), (column.tolist() for column in columns), strict=True)
-    part = part_from_dict(
-        document
+    src, dst = template.sides
+    return part_from_dict(
+        template.plan
         | {
+            "src": src,
+            "dst": dst,
             "name": row.name,
             "source": row.source,
             "segments": dict(named) | {"repeats": repeats},
@@ -270,22 +283,15 @@ def _part(template: TemplateRow, row: PartRow) -> Part:
             "tables": tables if found is None or found.has_tables else None,
         }
     )
-    src, dst = (
-        replace(side, way=way, cache_id=cache_id)
-        for side, way, cache_id in zip(
-            (part.src, part.dst), template.ways, template.cache_ids, strict=True
-        )
-    )
-    return replace(part, src=src, dst=dst)
 
 
 @np.errstate(all="ignore")  # the plan of a damaged row is refused later
-def _by_rows(document: dict[str, Any], row: PartRow) -> list[NDArray[np.uint64]]:
+def _by_rows(template: TemplateRow, row: PartRow) -> list[NDArray[np.uint64]]:
     """Return the segments of a part that moves whole rows, merged by the part's `coalesce`."""
     src, dst = rows_of(row.src), rows_of(row.dst)
-    source, target = (side_from_dict(name, document[name]) for name in ("src", "dst"))
-    how = document["coalesce"]
-    if document["kind"] == "B2B":
+    source, target = template.sides
+    how = template.plan["coalesce"]
+    if template.plan["kind"] == "B2B":
         if how == "sorted":
             order = np.lexsort((dst, src))
             src, dst = src[order], dst[order]

@@ -15,7 +15,7 @@ from subprocess import _args_from_interpreter_flags  # type: ignore[attr-defined
 from typing import Final, NamedTuple, NoReturn
 
 from kvplan.llm_datadist.installation import OURS, SEVERAL_ENGINES, STUBS, official_path
-from kvplan.run.aliases import AS, INTERFACES, OBSERVABLE, OBSERVE, installed
+from kvplan.run.aliases import AS, INTERFACES, OBSERVABLE, OBSERVE, OBSERVE_PID, installed
 
 MODULE: Final = "kvplan.run"
 
@@ -99,6 +99,8 @@ def parse(arguments: Sequence[str]) -> Launch | None:
             for name in observe.partition("=")[0].split(","):
                 if name.strip() not in OBSERVABLE:
                     raise Misuse(f"--observe {name!r} must be one of {', '.join(OBSERVABLE)}")
+            if observe.partition("=")[0].strip() == "sums":
+                raise Misuse("--observe 'sums' needs a library as well, such as nixl,sums")
         elif argument == "--" and position + 1 < len(arguments):
             return Launch(
                 several_engines, tuple(arguments[position + 1 :]), observe, tuple(interfaces)
@@ -143,6 +145,7 @@ def environment(inherited: Mapping[str, str], launch: Launch) -> dict[str, str]:
         changed[SEVERAL_ENGINES] = "1"
     if launch.observe:
         changed[OBSERVE] = launch.observe
+        changed[OBSERVE_PID] = str(os.getpid())  # exec keeps the number
     if launch.interfaces:
         changed[AS] = ",".join(launch.interfaces)
     return {**inherited, **changed}

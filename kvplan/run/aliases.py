@@ -20,6 +20,9 @@ AS: Final = "KVPLAN_AS"
 OBSERVE: Final = "KVPLAN_OBSERVE"
 """Environment variable: libraries to observe, such as `nixl`, or `nixl,mooncake=/folder`."""
 
+OBSERVE_PID: Final = "KVPLAN_OBSERVE_PID"
+"""Environment variable: the process of the launcher, which becomes the program."""
+
 OBSERVABLE: Final = ("nixl", "mooncake", "hixl", "sums")
 """Names in the value of `OBSERVE`: libraries, and `sums` of the blocks that they move."""
 

@@ -151,9 +151,10 @@ class LeaseBook:
                     early |= self._take_early(transfer)
                 elif transfer:
                     logger.warning(
-                        "request %s: another request has the name %s, and keeps it", request,
+                        "request %s: another request has the name %s, and keeps it",
+                        request,
                         shown(transfer),
-                    )  # fmt: skip
+                    )
         if failure:
             logger.warning("request %s: its blocks %s", request, failure)
             self._end(handle)

@@ -275,8 +275,11 @@ class Pusher:
                     if not push.broken:
                         peer_log.warning(
                             "%s: only %d tokens were pushed to cluster %d: %s",
-                            transfer, push.arrived, cluster_id, error,
-                        )  # fmt: skip
+                            transfer,
+                            push.arrived,
+                            cluster_id,
+                            error,
+                        )
                     push.broken = True
                 if not push.broken:
                     push.arrived = end

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -198,6 +199,34 @@ def test_functions_without_a_thread_run_in_the_loop() -> None:
         loop.stop()
     """
     lone_user.run(program)
+
+
+class NoThreadLeft(ThreadPoolExecutor):
+    """A pool that fails to start a thread, as its only worker has just become free."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        super().submit(function, *args, **kwargs).result(DEADLINE_S)
+        raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("way", ["start_in_worker", "in_worker"])
+def test_a_call_that_a_worker_takes_as_no_thread_can_start_is_made_once(way: str) -> None:
+    loop, calls = ControlLoop("lone"), list[str]()
+    loop.start()
+    pool, loop._workers = loop._workers, NoThreadLeft(1)
+
+    def call_once() -> int:
+        calls.append(threading.current_thread().name)
+        return len(calls)
+
+    async def started() -> int:
+        return await getattr(loop, way)(call_once)
+
+    assert loop.run(started()) == 1
+    assert len(calls) == 1
+    loop._workers.shutdown()
+    loop._workers = pool
+    loop.stop()
 
 
 def test_a_started_function_continues_though_its_caller_is_cancelled() -> None:

@@ -9,7 +9,6 @@ import ctypes
 import os
 import random
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,16 +28,27 @@ from kvnative._backend import (
 from kvnative._cuda import CudaError, CudaLibrary
 from kvnative._device import Device
 from kvnative._executor import Executor
-from kvnative._report import Report
 from kvnative._task import Task
-from tests.ascend.acl_cases import FOREVER, UNTOUCHED, Case, between
+from tests.ascend.acl_cases import FOREVER, UNTOUCHED, between
 from tests.ascend.simulator import Log
+from tests.cuda.streams import (
+    BATCH,
+    KERNEL,
+    SINGLE,
+    SIZES,
+    assert_moves,
+    assert_stream_waits,
+    block,
+    compute,
+    held,
+    refusal,
+)
 from tests.cuda_sim.cuda_library import Cuda, in_thread
 from tests.cuda_sim.simulator import CudaControls
 from tests.device.compute import CudaCompute, handle_of
 
-KERNEL, BATCH, SINGLE = "cuLaunchKernel", "cuMemcpyBatchAsync_v2", "cuMemcpyAsync"
-SIZES = [100, 4096, 1, 30_000]
+__all__ = ["compute"]
+
 WAYS = [
     ("device_to_device", True, KERNEL, SIZES),
     ("device_to_device", True, SINGLE, [9 << 20]),
@@ -47,55 +57,6 @@ WAYS = [
     ("host_to_device", False, SINGLE, [4096]),  # the driver waits with a second one
     ("device_to_host", True, KERNEL, SIZES),
 ]
-
-
-@pytest.fixture
-def compute(cuda_simulator: CudaControls, device: Device) -> Iterator[CudaCompute]:
-    made = CudaCompute(cuda_simulator)
-    yield made
-    cuda_simulator.end_hangs()
-    made.close()
-
-
-def held(
-    device: Device,
-    simulator: CudaControls,
-    direction: str = "device_to_device",
-    *,
-    pinned: bool = True,
-    call: str = KERNEL,
-    sizes: list[int] = SIZES,
-) -> tuple[Task, Case]:
-    """Return a transfer whose first call was made and hangs."""
-    case = between(device, simulator, direction, sizes, pinned=pinned)
-    simulator.add_fault(f"{call}:1=hang")
-    task = Executor(device.backend(direction)).submit(case.descriptors)
-    while simulator.faults_left():
-        task.wait(1, give_up=False)
-    return task, case
-
-
-def assert_moves(device: Device, case: Case) -> None:
-    """Check that a later transfer succeeds after an abandoned one."""
-    case.target[:] = UNTOUCHED
-    executor = Executor(device.backend("device_to_device"))
-    assert executor.submit(case.descriptors).wait(FOREVER).status == KVN_OK
-    case.assert_moved()
-
-
-def block(task: Task, stream: int) -> None:
-    assert task.block_stream(stream) is None
-
-
-def refusal(task: Task, stream: int) -> Report:
-    report = task.block_stream(stream)
-    assert report is not None
-    return report
-
-
-def assert_stream_waits(compute: CudaCompute, task: Task) -> None:
-    assert task.wait(20, give_up=False).status == KVN_PENDING
-    assert not compute.is_done
 
 
 @pytest.mark.parametrize(("direction", "pinned", "call", "sizes"), WAYS)
@@ -358,59 +319,6 @@ def test_a_transfer_runs_between_two_parts_of_a_streams_work(
     else:
         assert (case.target == UNTOUCHED).all()
         assert_moves(device, case)
-
-
-# ---- streams that are captured into graphs ----
-
-
-def test_a_captured_stream_is_refused_and_stays_valid(
-    device: Device, cuda_simulator: CudaControls, compute: CudaCompute
-) -> None:
-    task, _ = held(device, cuda_simulator)
-    with compute.capture():
-        report = refusal(task, compute.handle)
-        with pytest.raises(CudaError, match="is captured into a CUDA graph") as caught:
-            device.take_stream(compute.handle)
-    assert (report.status, report.code) == (KVN_INVALID, 900)
-    assert "is captured into a CUDA graph" in report.message
-    assert (caught.value.status, caught.value.code) == (KVN_INVALID, 900)
-    cuda_simulator.end_hangs()
-    block(task, compute.handle)
-    compute.wait()
-    assert task.wait(FOREVER).status == KVN_OK
-
-
-def test_the_default_stream_is_refused_during_a_capture(
-    device: Device, cuda_simulator: CudaControls, compute: CudaCompute
-) -> None:
-    program = Cuda()
-    blocking = program.made("cuStreamCreate", 0)
-    task, _ = held(device, cuda_simulator)
-    with program.capturing(blocking):
-        assert refusal(task, 0).code == 900
-        with pytest.raises(CudaError, match="is captured into a CUDA graph"):
-            device.take_stream(0)
-        block(task, compute.handle)  # another stream
-    program.ok("cuStreamDestroy_v2", blocking)
-    cuda_simulator.end_hangs()
-    compute.wait()
-    assert task.wait(FOREVER).status == KVN_OK
-
-
-def test_an_event_of_a_graph_is_refused(device: Device, compute: CudaCompute) -> None:
-    program = Cuda()
-    event = handle_of(compute.event())
-    program.ok("cuStreamBeginCapture_v2", compute.handle, 0)
-    compute.record(event)
-    with pytest.raises(CudaError, match="recorded on a stream that is captured") as caught:
-        device.take_event(event)
-    assert (caught.value.status, caught.value.code) == (KVN_INVALID, 907)
-    graph = ctypes.c_void_p()
-    assert (
-        program.cuStreamEndCapture(compute.handle, ctypes.byref(graph)) == 901
-    )  # the driver would refuse it otherwise
-    compute.record(event)
-    device.take_event(event)
 
 
 # ---- a context of kvplan's own ----

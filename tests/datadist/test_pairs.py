@@ -226,6 +226,15 @@ def test_each_argument_is_checked_as_by_an_operation(ends: Ends, name: str) -> N
             check_ways(ends, call)
 
 
+def test_a_pull_whose_reinterpret_is_not_a_bool_is_refused(ends: Ends) -> None:
+    for flag in ("x", 0, None):
+        with pytest.raises(TypeError, match=f"reinterpret={flag!r} must be bool, not"):
+            ends.user.pull_blocks(KEY, ends.here[0], [1], [2], reinterpret=flag)  # type: ignore[arg-type]
+        rows = Transfer(Rows(KEY, [1]), Rows(ends.here[0], [2]), reinterpret=flag)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=f"part a: reinterpret={flag!r} must be bool, not"):
+            ends.user.run({"a": rows})
+
+
 FIELDS: dict[type[Rows | Transfer], tuple[set[str], dict[str, Any]]] = {
     Rows: ({"cache", "blocks", "first_token"}, {"slot": 0, "offset": 16}),
     Transfer: (

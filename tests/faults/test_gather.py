@@ -325,6 +325,18 @@ def test_an_interrupt_stops_the_gather(make_scene: Callable[..., Scene]) -> None
     assert not all(array[BLOCKS].all() for array in scene.arrays)
 
 
+def test_an_interrupted_wait_leaves_the_gather_in_flight(make_scene: Callable[..., Scene]) -> None:
+    """The caller still has the task, and can wait again or cancel it."""
+    scene = make_scene(never, never)
+    task = scene.submit()
+    with pytest.raises(KeyboardInterrupt), interrupted_after(0.1):
+        task.wait(FOR_EVER_MS)
+    assert not any(part.done for part in task.tasks.values())
+    task.cancel()
+    assert [*caught(task.wait).failed] == [0, 1]
+    scene.assert_over()
+
+
 @pytest.mark.over_tcp
 def test_finalize_stops_the_gather(make_scene: Callable[..., Scene]) -> None:
     scene = make_scene(never, never, sync_kv_cache_wait_time=200)

@@ -294,6 +294,14 @@ class TestMessages:
         assert peer.run(take) == (hixl.SUCCESS, sent)
         assert peer.run(take) == (hixl.SUCCESS, [])
 
+    def test_text_that_is_not_unicode_is_refused_by_its_name(
+        self, connected: hixl.Hixl, peer: Peer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for name, given in (("name", ("\ud800", "")), ("notify_msg", ("", "\ud800"))):
+            message = hixl.NotifyDesc(*given)
+            assert connected.send_notify(peer.name, message) == hixl.PARAM_INVALID
+            assert f"{name}='\\ud800' is not Unicode text" in caplog.text
+
     def test_invalid_messages_are_refused(self, connected: hixl.Hixl, peer: Peer) -> None:
         long = hixl.NotifyDesc("é" * 513, "")
         assert connected.send_notify(peer.name, long) == hixl.PARAM_INVALID

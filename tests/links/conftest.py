@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,3 +56,9 @@ def end(make_end: Callable[..., End]) -> End:
 def peer(make_peer: Callable[..., Peer]) -> Peer:
     """A process with the end of cluster 2."""
     return make_peer(2)
+
+
+@pytest.fixture
+def comm_dir(tmp_path: Path) -> str:
+    """The directory where members of a communicator meet."""
+    return str(tmp_path / "comm")

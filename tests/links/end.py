@@ -16,7 +16,7 @@ from kvplan.control.endpoint import Endpoint
 from kvplan.control.notifying import Inbox
 from kvplan.engine.options import Options
 from kvplan.engine.registry import CacheRegistry
-from kvplan.links import ClusterInfo, Links, LinkState, LinkStatus
+from kvplan.links import ClusterInfo, Links, LinkState, LinkStatus, RegisterMemStatus
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.transport import Transport
 
@@ -109,6 +109,12 @@ class End:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def settle(end: End, comm_id: int) -> RegisterMemStatus:
+    """Wait until a communicator is prepared or has failed, and return its status."""
+    end.log.wait_for_line(f"comm cluster={end.cluster_id} comm_id={comm_id} ")
+    return end.links.comm_status(comm_id)
 
 
 class _Log(logging.Handler):

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
 from kvplan import LLMException, LLMStatusCode
-from kvplan.control.endpoint import MAX_PATH
-from kvplan.engine.options import Options
 from kvplan.links import LinkState, RegisterMemStatus
-from kvplan.links.rendezvous import Location, locate, meeting_point, socket_directory
-from kvplan.system.users import runtime_directory
-from tests.links.end import End
+from tests.links.end import End, settle
 from tests.links.peer import Peer
 from tests.support.refusals import refused
 
@@ -30,27 +23,6 @@ OK, PREPARING, FAILED = (
     RegisterMemStatus.PREPARING,
     RegisterMemStatus.FAILED,
 )
-
-
-@pytest.fixture
-def comm_dir(tmp_path: Path) -> str:
-    return str(tmp_path / "comm")
-
-
-def settle(end: End, comm_id: int) -> RegisterMemStatus:
-    """Wait until a communicator is prepared or has failed, and return its status."""
-    end.log.wait_for_line(f"comm cluster={end.cluster_id} comm_id={comm_id} ")
-    return end.links.comm_status(comm_id)
-
-
-def test_sockets_are_in_the_absolute_runtime_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert runtime_directory() == tmp_path / "kvplan"
-    for ignored in ("", "run", "./run"):  # it would depend on the current directory
-        monkeypatch.setenv("XDG_RUNTIME_DIR", ignored)
-        assert runtime_directory() == Path(f"/tmp/kvplan-{os.geteuid()}")
 
 
 @pytest.mark.parametrize("order", [[1, 2], [2, 1]])
@@ -89,72 +61,6 @@ def test_four_members_at_once_and_again(make_end: MakeEnd, comm_dir: str) -> Non
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(lambda end, side: end.links.comm_unlink(side), ends, ids))
         assert [end.links.live() for end in ends] == [0] * 4
-
-
-def test_across_hosts_by_the_rank_table(make_end: MakeEnd, comm_dir: str) -> None:
-    # Addresses of this host that no other process uses.
-    high, middle, low = os.getpid().to_bytes(3, "big")
-    one, other = (f"127.{first + high}.{middle}.{low}" for first in (1, 128))
-    hosts = {one: [("0", "0"), ("1", "1")], other: [("0", "2")]}
-    table = json.dumps(
-        {
-            "version": "1.2",
-            "server_list": [
-                {
-                    "server_id": host,
-                    "device": [{"device_id": device, "rank_id": rank} for device, rank in devices],
-                }
-                for host, devices in hosts.items()
-            ],
-        }
-    )
-    ends = [make_end(i, listen="", comm_dir=comm_dir) for i in (1, 2, 3)]
-    ids = [end.links.comm_link("hosts", {1: 0, 2: 1, 3: 2}, table) for end in ends]
-    assert [settle(end, comm_id) for end, comm_id in zip(ends, ids, strict=True)] == [OK] * 3
-    address = {state.cluster_id: state.address for state in ends[2].links.status()}
-    assert address == {1: f"{one}:26900", 2: f"{one}:26901"}
-    assert ends[1].status(1).address.startswith("ipc://")
-
-
-def test_a_port_that_two_communicators_share_is_open_as_long_as_one_of_them(
-    make_end: MakeEnd, comm_dir: str
-) -> None:
-    high, middle, low = os.getpid().to_bytes(3, "big")
-    hosts = [f"127.{first + high}.{middle}.{low}" for first in (1, 128)]
-    servers = [
-        {"server_id": host, "device": [{"device_id": "3", "rank_id": rank}]}
-        for host, rank in zip(hosts, "01", strict=True)
-    ]
-    table = json.dumps({"version": "1.2", "server_list": servers})
-    one, two, three = (
-        make_end(i, listen="", comm_dir=comm_dir, link_total_time=5) for i in (1, 2, 3)
-    )
-    first, second = (
-        one.links.comm_link(name, {1: 0, other: 1}, table) for name, other in (("a", 2), ("b", 3))
-    )
-    assert settle(two, two.links.comm_link("a", {1: 0, 2: 1}, table)) is OK
-    assert settle(one, first) is OK
-    one.links.comm_unlink(first)
-    assert settle(three, three.links.comm_link("b", {1: 0, 3: 1}, table)) is OK
-    assert settle(one, second) is OK
-    assert three.status(1).address == f"{hosts[0]}:26903"
-    one.links.comm_unlink(second)
-    third = one.links.comm_link("a", {1: 0, 2: 1}, table)  # the port is free again for the next one
-    two.links.comm_unlink(1)
-    assert settle(two, two.links.comm_link("a", {1: 0, 2: 1}, table)) is OK
-    assert settle(one, third) is OK
-
-
-def test_waiting_for_other_hosts_without_a_key_warns(make_end: MakeEnd) -> None:
-    server = {"server_id": "0.0.0.0", "device": [{"rank_id": "0"}]}
-    other = {"server_id": "10.0.0.1", "device": [{"rank_id": "1"}]}
-    table = json.dumps({"version": "1.2", "server_list": [server, other]})
-    end = make_end(1, listen="", comm_port=0)
-    with pytest.warns(RuntimeWarning, match="0.0.0.0.*without a cluster key"):
-        comm_id = end.links.comm_link("hosts", {1: 0, 2: 1}, table)
-    end.links.comm_unlink(comm_id)
-    caller = make_end(2, listen="")
-    caller.links.comm_unlink(caller.links.comm_link("hosts", {1: 1, 2: 1}, table))
 
 
 def test_a_member_that_never_arrives(make_end: MakeEnd, comm_dir: str) -> None:
@@ -400,108 +306,11 @@ class TestBadArguments:
             with pytest.raises(ValueError, match="comm_id=-1 is out of range"):
                 act(-1)
 
-    def test_a_directory_that_others_may_use(self, make_end: MakeEnd, tmp_path: Path) -> None:
-        tmp_path.chmod(0o755)
-        end = make_end(1, listen="", comm_dir=str(tmp_path))
-        comm_id = end.links.comm_link("name", {1: 0, 2: 1})
-        assert settle(end, comm_id) is FAILED
-
-    @pytest.mark.parametrize("mode", [0o777, 0o770])
-    def test_a_directory_below_one_that_others_may_write_to(
-        self, make_end: MakeEnd, tmp_path: Path, mode: int
-    ) -> None:
-        """Others could replace the directory, but not in a sticky one."""
-        shared, between = tmp_path / "s", tmp_path / "s" / "b"  # short: `comm_dir` has a limit
-        between.mkdir(parents=True)
-        shared.chmod(mode)
-        end = make_end(1, listen="", comm_dir=str(between / "own"))
-        assert settle(end, end.links.comm_link("name", {1: 0, 2: 1})) is FAILED
-        with pytest.raises(LLMException, match=rf"{shared}, which others.*chmod go-w {shared}"):
-            end.links.get(2)
-        own = tmp_path / "own"
-        own.mkdir(0o700)
-        (shared / "link").symlink_to(tmp_path)
-        with pytest.raises(LLMException, match=f"{shared}, which others"):
-            socket_directory(str(shared / "link" / "own"))
-        shared.chmod(0o1777)
-        assert socket_directory(str(between / "own")) == between / "own"
-
-    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-    def test_a_directory_in_one_of_another_user(self, tmp_path: Path) -> None:
-        theirs = tmp_path / "theirs"
-        theirs.mkdir(0o755)
-        os.chown(theirs, 12345, -1)
-        with pytest.raises(LLMException, match=f"is inside {theirs} of user 12345"):
-            socket_directory(str(theirs / "own"))
-
-
-def test_version_1_0_of_a_rank_table() -> None:
-    table = {
-        "version": "1.0",
-        "server_count": "1",
-        "status": "completed",
-        "server_list": [
-            {
-                "server_id": "10.0.0.1",
-                "device": [{"device_id": "3", "device_ip": "10.1.0.1", "rank_id": "7"}],
-            }
-        ],
-    }
-    assert locate(json.dumps(table), {7}) == {7: Location("10.0.0.1", 3)}
-    assert locate(np.str_(json.dumps(table)), {7}) == {7: Location("10.0.0.1", 3)}
-    assert locate("", {0, 1}) == {0: Location(), 1: Location()}
-
-
-def test_a_server_is_at_its_host_ip() -> None:
-    servers = [
-        {"server_id": name, "host_ip": f"10.0.0.{name}", "device": [{"rank_id": rank}]}
-        for name, rank in (("1", "0"), ("2", "1"))
-    ]
-    table = {"version": "1.2", "server_list": servers}
-    assert locate(json.dumps(table), {0, 1}) == {0: Location("10.0.0.1"), 1: Location("10.0.0.2")}
-
 
 def _refuse_not_linked(end: End, comm_id: int) -> None:
     for act in (end.links.comm_status, end.links.comm_unlink):
         with refused(LLMStatusCode.LLM_NOT_YET_LINK, f"comm_id={comm_id} is not linked"):
             act(comm_id)
-
-
-def test_a_port_of_a_rank_table_above_65535_is_refused(make_end: MakeEnd) -> None:
-    """Port 65535 is accepted. Of two clusters on different hosts only the lower one uses a port."""
-    servers = [
-        {
-            "server_id": "127.0.0.1",
-            "device": [{"rank_id": "0"}, {"rank_id": "2", "device_id": "4"}],
-        },
-        {"server_id": "127.0.0.2", "device": [{"rank_id": "1", "device_id": "4"}]},
-    ]
-    table = json.dumps({"version": "1.2", "server_list": servers})
-    high = make_end(2, listen="", comm_port=65532)
-    refusal = (
-        r"rank_table: device_id=4 is out of range \[0, 3\]: members on other hosts meet at port "
-        r"comm_port=65532 \+ device_id"
-    )
-    for members in ({1: 1, 2: 2}, {1: 0, 2: 1, 3: 2}):
-        with refused("LLM_PARAM_INVALID", refusal):
-            high.links.comm_link("name", members, table)
-    for members in ({1: 0, 2: 2}, {1: 0, 2: 1}):
-        high.links.comm_unlink(high.links.comm_link("name", members, table))
-    lower = make_end(4, listen="", comm_port=65531)
-    lower.links.comm_unlink(lower.links.comm_link("name", {1: 1, 4: 2}, table))
-
-
-def test_a_directory_that_is_spoiled_while_members_are_awaited_fails(
-    make_end: MakeEnd, comm_dir: str
-) -> None:
-    end = make_end(1, listen="", comm_dir=comm_dir, link_total_time=2)
-    comm_id = end.links.comm_link("name", {1: 0, 2: 1})
-    while not any(path.is_socket() for path in Path(comm_dir).glob("*")):
-        os.sched_yield()
-    Path(comm_dir).chmod(0o755)
-    assert settle(end, comm_id) is FAILED
-    with pytest.raises(LLMException, match="has mode 0755"):
-        end.links.get(2)
 
 
 @pytest.mark.parametrize("texts", [(), ("",)])
@@ -513,14 +322,3 @@ def test_a_preparation_that_fails_without_a_text_fails(
         "kvplan.links.rendezvous.check_above", Mock(side_effect=LLMException(*texts))
     )
     assert settle(end, end.links.comm_link("name", {1: 0, 2: 1})) is FAILED
-
-
-@pytest.mark.parametrize("cluster_id", [1, 2**64 - 1])
-def test_sockets_of_any_cluster_have_room_in_the_longest_directory(
-    cluster_id: int,
-) -> None:
-    options = Options.of({"kvplan.comm_dir": "/" + "a" * 87})
-    here = Location("", 0)
-    path = meeting_point(here, here, "n" * 127, cluster_id, options).path
-    assert path is not None
-    assert len(path) == MAX_PATH

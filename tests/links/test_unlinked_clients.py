@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import queue
 import socket
@@ -48,6 +49,7 @@ from kvplan.transport.transport import Transport
 from tests.links.end import DEADLINE_S, End
 from tests.links.peer import Peer
 from tests.support.held import Held
+from tests.support.ports import free_port
 from tests.support.refusals import refused
 
 _T = TypeVar("_T")
@@ -120,6 +122,63 @@ def test_a_handshake_ends_with_the_listener(end: End, client: UnlinkedClient) ->
         end.links.stop_listening()
         assert end.state(2) is None
     assert client.lost.get(timeout=DEADLINE_S).endswith("cluster 1 no longer listens")
+
+
+@pytest.fixture
+def shared_port(make_end: Callable[..., End]) -> End:
+    """An end with two communicators, 1 and 2, whose members meet at one port: `end.address`."""
+    end = make_end(1, listen="", comm_port=(port := free_port()))
+    table = {
+        "version": "1.2",
+        "server_list": [
+            {"server_id": f"127.0.0.{host}", "device": [{"rank_id": rank}]}
+            for host, rank in ((1, "0"), (2, "1"))
+        ],
+    }
+    for name in ("first", "second"):
+        end.links.comm_link(name, {1: 0, 2: 1}, json.dumps(table))
+    end.address = f"127.0.0.1:{port}"
+    while end.links._run(count_servers(end)) != [1, 1]:
+        os.sched_yield()
+    return end
+
+
+async def count_servers(end: End) -> list[int]:
+    return [len(comm.servers) for comm in end.links._rendezvous._communicators.values()]
+
+
+def test_a_handshake_ends_with_its_communicator(shared_port: End, client: UnlinkedClient) -> None:
+    """The link would come up after the unlink, and no communicator would have it."""
+    end = shared_port
+    with LocalTransport() as transport:
+        client.begin(client.call(end), hello(transport, comm="first"))
+        assert end.state(2) is LinkState.LINKING
+        end.links.comm_unlink(1)
+        assert end.state(2) is None
+    assert client.lost.get(timeout=DEADLINE_S).endswith("communicator 'first' was unlinked")
+
+
+def test_a_hello_that_waits_while_its_communicator_ends_is_refused(
+    shared_port: End, client: UnlinkedClient
+) -> None:
+    """The hello waits for the end's own handshake with the same cluster."""
+    end = shared_port
+    with (
+        LocalTransport() as transport,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        silent_peer = ClusterInfo(2, f"127.0.0.1:{silent.getsockname()[1]}")
+        linking = threads.submit(end.links.link, [silent_peer], 20_000)
+        end.wait_until(2, LinkState.LINKING)
+        channel = client.call(end)
+        asking = threads.submit(client.ask, channel, hello(transport, comm="first"))
+        client.run(channel.ping())
+        end.links.comm_unlink(1)
+        end.links.unlink([2], 1000, force=True)
+        with pytest.raises(LLMException, match="is not linking communicator 'first'"):
+            asking.result(DEADLINE_S)
+        linking.result(DEADLINE_S)
 
 
 def test_a_hello_alone_changes_nothing(

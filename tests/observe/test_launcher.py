@@ -136,6 +136,22 @@ def test_programs_on_kvplans_nixl_are_observed(site: Path) -> None:
     assert [(its.tag, its.nbytes) for its in recording.transfers] == [("cmpl-7", 64)]
 
 
+@pytest.mark.parametrize("uses", [False, True], ids=["no library", "in a child"])
+def test_a_program_of_which_nothing_is_observed_says_so_at_its_end(site: Path, uses: bool) -> None:
+    command = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    child = "from nixl._api import nixl_agent; nixl_agent('decode')" if uses else ""
+    ran = subprocess.run(
+        [sys.executable, *LAUNCHER, f"nixl={site}/seen", "--", "-c", command, child],
+        cwd=site,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    line = f"kvplan.run: --observe nixl={site}/seen: no process has used these libraries\n"
+    assert (ran.returncode, ran.stderr) == (0, "" if uses else line)
+
+
 def test_the_launcher_takes_the_names_of_observed_libraries() -> None:
     assert parse(["--observe", "nixl", "a.py", "-x"]) == Launch(False, ("a.py", "-x"), "nixl")
     assert parse(["--observe", "nixl", "--", "-m", "vllm"]) == Launch(False, ("-m", "vllm"), "nixl")
@@ -145,6 +161,8 @@ def test_the_launcher_takes_the_names_of_observed_libraries() -> None:
     assert parse(["--observe", both, "a.py"]) == Launch(False, ("a.py",), both)
     with pytest.raises(Misuse, match="--observe 'ucx' must be one of nixl, mooncake, hixl, sums"):
         parse(["--observe", "nixl,ucx=/tmp", "a.py"])
+    with pytest.raises(Misuse, match="--observe 'sums' needs a library as well"):
+        parse(["--observe", "sums=/tmp", "a.py"])
 
 
 def test_a_value_of_the_environment_is_checked() -> None:

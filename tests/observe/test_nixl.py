@@ -5,80 +5,20 @@ from __future__ import annotations
 import gc
 import os
 import types
-from collections.abc import Iterator
 from contextlib import suppress
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvplan.observe import Observer, surfaces
+from kvplan.observe import surfaces
 from kvplan.observe.calls import MAX_SEEN
 from kvplan.observe.observer import peer_number
 from kvplan.observe.plans import Regions
-from kvplan.observe.surfaces import wrap_nixl
-from kvplan.recording import Recording, read, who_wrote
-from tests.observe import fake_nixl
+from kvplan.recording import read, who_wrote
+from tests.observe.program import BLOCK, BLOCKS, LAYERS, Program, program, run
 
-BLOCK, BLOCKS, LAYERS = 64, 8, 3
-
-
-class Program:
-    """A program with two layers: memory of this process and of a peer, and an agent."""
-
-    def __init__(self, folder: Path, *, sums: bool = False) -> None:
-        self.module = types.ModuleType("nixl._api")
-        agent = type("nixl_agent", (), dict(vars(fake_nixl.nixl_agent)))
-        self.module.nixl_agent = agent  # type: ignore[attr-defined] # of this program alone
-        self.observer = Observer(folder, sums=sums)
-        self.folder = folder
-        wrap_nixl(self.module, self.observer)
-        self.agent: Any = agent("decode")
-        numbers = np.random.default_rng(3)
-        shape = (LAYERS, 2 * BLOCKS * BLOCK)
-        self.here, self.there = (numbers.integers(0, 256, shape, np.uint8) for _ in range(2))
-        self.registered = [
-            (its.ctypes.data, BLOCKS * BLOCK, 0, f"layer.{i}") for i, its in enumerate(self.here)
-        ]
-        self.agent.register_memory(self.registered, "DRAM")
-        self.local = self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", self.blocks(self.here))
-        self.remote = self.agent.prep_xfer_dlist("prefill", self.blocks(self.there))
-
-    @staticmethod
-    def blocks(memory: Any) -> list[tuple[int, int, int]]:
-        return [
-            (layer.ctypes.data + block * BLOCK, BLOCK, 0)
-            for layer in memory
-            for block in range(BLOCKS)
-        ]
-
-    @staticmethod
-    def every_layer(blocks: list[int]) -> list[int]:
-        return [layer * BLOCKS + block for layer in range(LAYERS) for block in blocks]
-
-    def make(self, here: list[int], there: list[int], op: str = "READ", request: str = "") -> Any:
-        return self.agent.make_prepped_xfer(
-            op, self.local, self.every_layer(here), self.remote, self.every_layer(there),
-            f"{request}:2".encode() if request else b"",
-        )  # fmt: skip
-
-    def recording(self) -> Recording:
-        self.observer.flush()
-        (path,) = self.folder.glob("*.kvrec")
-        return read(path)
-
-    def findings(self) -> list[str]:
-        rows = self.recording().events
-        return [str(row.fields["finding"]) for row in rows if row.operation == "warning"]
-
-
-@pytest.fixture
-def program(tmp_path: Path) -> Iterator[Program]:
-    made = Program(tmp_path)
-    yield made
-    made.observer.close()
+__all__ = ["program"]
 
 
 def test_a_transfer_is_a_plan_with_its_blocks_and_request(program: Program) -> None:
@@ -269,6 +209,17 @@ def test_a_forked_child_observes_its_own_agents_only(program: Program) -> None:
     assert names == sorted([f"nixl-decode-{os.getpid()}", f"nixl-child-{pid}"])
 
 
+def test_the_recording_of_an_agent_that_is_gone_is_complete(program: Program) -> None:
+    """The file and the thread of its recorder are closed."""
+    program.agent.transfer(program.make([1], [2], request="cmpl-1"))
+    (agent,) = program.observer.calls.agents.values()
+    del program.agent
+    gc.collect()
+    recording = program.recording()
+    assert (len(recording.transfers), recording.complete) == (1, True)
+    assert (program.observer.calls.agents, agent.recorder.ended) == ({}, True)
+
+
 def test_calls_that_come_too_fast_are_a_finding(program: Program) -> None:
     """Calls of transfers that began before are left out; later transfers are recorded."""
     handle = program.make([1], [3])
@@ -355,149 +306,6 @@ def test_a_transfer_like_an_earlier_one_adds_only_its_rows(program: Program) -> 
         sizes.append(path.stat().st_size)
     two, four = np.diff(sizes)
     assert four - two == 2 * (8 + 8)  # two rows more, each a number here and one of the peer
-
-
-def run(program: Program, here: list[int], there: list[int], op: str = "READ") -> Any:
-    handle = program.make(here, there, op)
-    program.agent.transfer(handle)
-    return handle
-
-
-class TestFindings:
-    def test_a_correct_program_has_no_findings(self, program: Program) -> None:
-        type(program.agent).polls = 1
-        first, second = run(program, [1, 2], [3, 4]), run(program, [3], [5])
-        third = run(program, [5], [6], "WRITE")
-        for handle in (first, second, third):
-            assert program.agent.check_xfer_state(handle) == "DONE"
-            program.agent.release_xfer_handle(handle)
-        program.agent.send_notif("prefill", b"cmpl-7:2")
-        program.agent.deregister_memory(program.registered)
-        assert program.findings() == []
-        assert len(program.recording().transfers) == 3
-
-    @pytest.mark.parametrize("op", ["READ", "WRITE"])
-    @pytest.mark.parametrize("order", [[4, 5], [5, 4], [3, 5, 4]])
-    def test_neighbouring_ranges_are_not_findings(
-        self, program: Program, op: str, order: list[int]
-    ) -> None:
-        type(program.agent).polls = 1
-        for block in order:
-            run(program, [block], [block], op)
-        assert program.findings() == []
-
-    def test_equal_addresses_at_two_peers_are_not_findings(self, program: Program) -> None:
-        """Two processes may have their memory at one address."""
-        type(program.agent).polls = 1
-        first = run(program, [1], [4], "WRITE")
-        here = program.remote
-        program.remote = program.agent.prep_xfer_dlist("other", program.blocks(program.there))
-        run(program, [2], [4], "WRITE")
-        assert program.findings() == []
-        program.remote = here
-        program.agent.check_xfer_state(first)
-        run(program, [3], [4], "WRITE")
-        assert program.findings() == []
-
-    def test_ranges_outside_of_registrations(self, program: Program) -> None:
-        beyond = int(program.here.ctypes.data) + BLOCKS * BLOCK
-        theirs = int(program.there.ctypes.data)
-        handle = program.agent.initialize_xfer(
-            "READ", [(beyond, 8, 0)], [(theirs, 8, 0)], "prefill"
-        )
-        program.agent.transfer(handle)
-        assert program.findings() == ["outside_registration"]
-
-    def test_a_range_that_is_partly_outside_is_named_whole(self, program: Program) -> None:
-        last = int(program.here.ctypes.data) + BLOCKS * BLOCK - 4
-        theirs = int(program.there.ctypes.data)
-        handle = program.agent.initialize_xfer("READ", [(last, 8, 0)], [(theirs, 8, 0)], "prefill")
-        program.agent.transfer(handle)
-        (row,) = (row for row in program.recording().events if row.operation == "warning")
-        assert f"[{last:#x}, {last + 8:#x}) is not inside of one registration" in row.error
-
-    @pytest.mark.parametrize("ops", [*product(("READ", "WRITE"), repeat=2)])
-    def test_two_transfers_in_flight_are_compared(
-        self, tmp_path: Path, ops: tuple[str, str]
-    ) -> None:
-        """Transfers write here, or at one of two peers with equal addresses."""
-        for number, (peer, here, there) in enumerate(product(("prefill", "other"), (1, 2), (4, 5))):
-            second = Program(tmp_path / str(number))
-            type(second.agent).polls = 1
-            run(second, [1], [4], ops[0])
-            second.remote = second.agent.prep_xfer_dlist(peer, second.blocks(second.there))
-            run(second, [here], [there], ops[1])
-            same = (here == 1, peer == "prefill" and there == 4)[ops == ("WRITE", "WRITE")]
-            finding = "two_writers" if ops[0] == ops[1] else "rewritten_source"
-            assert second.findings() == [finding] * same, (peer, here, there)
-            second.observer.close()
-
-    def test_one_transfer_that_writes_a_block_twice(self, program: Program) -> None:
-        run(program, [1, 1], [3, 4])
-        assert program.findings() == ["written_twice"]
-        assert [its.plan for its in program.recording().transfers] == [None]
-
-    def test_a_release_before_the_end(self, program: Program) -> None:
-        type(program.agent).polls = 1
-        program.agent.release_xfer_handle(run(program, [1], [3]))
-        assert program.findings() == ["released_before_done"]
-        assert [its.failed for its in program.recording().transfers] == [True]
-
-    def test_memory_is_registered_as_often_as_it_was_and_no_longer(self, program: Program) -> None:
-        program.agent.register_memory(program.registered[:1], "DRAM")
-        for found in ([], ["outside_registration"]):
-            program.agent.deregister_memory(program.registered[:1])
-            run(program, [1], [4])
-            assert program.findings() == found
-
-    def test_memory_that_is_deregistered_in_flight(self, program: Program) -> None:
-        type(program.agent).polls = 1
-        handle = run(program, [1], [3])
-        program.agent.deregister_memory(program.registered[:1])
-        assert program.agent.check_xfer_state(handle) == "DONE"
-        assert program.findings() == ["deregistered_in_flight", "success_after_deregistration"]
-
-    @pytest.mark.parametrize(
-        ("rows", "found"),
-        [
-            ([0, 1, 8, 9, 16], ["uncovered_tail"]),
-            ([0, 1, 8, 9], []),  # the other layer comes in a transfer of its own
-            ([1, 8, 9], []),
-        ],
-    )
-    def test_a_layer_without_the_last_block(
-        self, program: Program, rows: list[int], found: list[str]
-    ) -> None:
-        handle = program.agent.make_prepped_xfer(
-            "READ", program.local, rows, program.remote, rows, b"cmpl-7"
-        )
-        program.agent.transfer(handle)
-        assert program.findings() == found
-        if found:
-            (warning,) = [its for its in program.recording().events if its.operation == "warning"]
-            assert warning.error.endswith("layer 2 of local gets 1 block, and layer 0 2 blocks")
-
-    def test_a_notification_before_the_bytes(self, program: Program) -> None:
-        type(program.agent).polls = 1
-        handle = program.make([1], [3], "WRITE", request="cmpl-7")
-        program.agent.transfer(handle)
-        program.agent.send_notif("prefill", b"cmpl-8:2")
-        assert program.findings() == []
-        program.agent.send_notif("prefill", b"cmpl-7:2")
-        assert program.findings() == ["notified_before_bytes"]
-
-    def test_a_transfer_that_is_posted_again_after_its_memory_was_registered_again(
-        self, program: Program
-    ) -> None:
-        type(program.agent).polls = 1
-        handle = run(program, [1], [3])
-        program.agent.deregister_memory(program.registered[:1])
-        assert program.agent.check_xfer_state(handle) == "DONE"
-        before = program.findings()
-        program.agent.register_memory(program.registered[:1], "DRAM")
-        program.agent.transfer(handle)
-        assert program.agent.check_xfer_state(handle) == "DONE"
-        assert program.findings() == before
 
 
 @pytest.mark.parametrize("sort", ["cpu", "cuda"])

@@ -13,7 +13,7 @@ import pytest
 import kvplan.observe
 from kvplan.cli import main
 from kvplan.recording import read
-from tests.observe.test_nixl import BLOCK, Program
+from tests.observe.program import BLOCK, Program
 
 MINE, THEIRS = [1, 4], [7, 2]
 

@@ -167,6 +167,7 @@ def test_a_gather_pulls() -> None:
 
 
 TO_BLOCKS = Transfer(Rows(DESC, [0]), Rows(DESC, [1]))
+GATHER = Transfer([Rows(DESC, [0])], Rows(DESC, [1]))
 TO_A_SLOT = Transfer(Rows(SLOTS), Rows(SLOTS, slot=1))
 
 
@@ -252,6 +253,15 @@ def test_a_value_that_is_not_a_transfer_is_refused(given: Any) -> None:
 def test_a_value_that_is_not_rows_is_named(transfer: Transfer, error: str) -> None:
     with pytest.raises(TypeError, match=error):
         kvplan.plan(transfer)
+
+
+@pytest.mark.parametrize("transfer", [TO_BLOCKS, GATHER], ids=["pair", "gather"])
+@pytest.mark.parametrize("flag", ["x", 1, None, np.True_], ids=repr)
+def test_a_flag_that_is_not_a_bool_is_refused(transfer: Transfer, flag: Any) -> None:
+    with pytest.raises(TypeError, match=f"reinterpret={flag!r} must be (builtins.)?bool, not"):
+        kvplan.plan(msgspec.structs.replace(transfer, reinterpret=flag))
+    with pytest.raises(TypeError, match=f"by_layer={flag!r} must be (builtins.)?bool, not"):
+        kvplan.plan(transfer, by_layer=flag)
 
 
 def is_order_free(src: Rows, dst: Rows, tensors: list[tuple[int, int]], moved: int) -> bool:

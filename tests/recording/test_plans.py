@@ -101,15 +101,19 @@ def test_plans_of_the_same_caches_with_other_layers_are_restored(one, other):
 
 
 def test_each_side_has_the_name_of_its_operation():
+    """The sides of a template are read once for all plans."""
     desc = CacheDesc(2, (16, 16), DataType.DT_FLOAT)
     part = kvplan.plan(Transfer(Rows(desc, [1, 2]), Rows(desc, [5, 7])), local="dst").part
-    tables = (np.array(row, "<i8").tobytes() for row in ([1, 2], [5, 7]))
+    tables = [np.array(row, "<i8").tobytes() for row in ([1, 2], [5, 7])]
     template = TemplateRow(7, template_of(part), ("by key", "by index"), (3, 8))
     found = plan_of({7: template}, [PartRow("latent", 1, 7, *tables, None)])
     assert found is not None
     assert (found.parts[0].name, found.parts[0].source) == ("latent", 1)
     sides = found.parts[0].src, found.parts[0].dst
     assert [(side.way, side.cache_id) for side in sides] == [("by key", 3), ("by index", 8)]
+    again = plan_of({7: template}, [PartRow("latent", 0, 7, *tables, None)])
+    assert again is not None
+    assert (again.parts[0].src is sides[0], again.parts[0].dst is sides[1]) == (True, True)
 
 
 @pytest.mark.parametrize("tokens", [None, 5])

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from logging import Handler
 
 OBSERVE = "KVPLAN_OBSERVE"  # as in kvplan.run.aliases, which is loaded only on demand
+OBSERVE_PID = "KVPLAN_OBSERVE_PID"  # as in kvplan.run.aliases: the process of the launcher
 OBSERVABLE = (
     *("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm", "rixl", "mooncake", "hixl"),
     *("kvplan.nixl", "kvplan.mooncake", "kvplan.hixl"),
@@ -54,6 +55,30 @@ def observe(what: str) -> None:
     from kvplan.observe import install_from
 
     install_from(what)
+
+
+def report_at_exit() -> None:
+    """Let the launched program, not its children, say at its end if nothing was recorded."""
+    what, pid = os.environ.get(OBSERVE, ""), os.getpid()
+    if not what or os.environ.get(OBSERVE_PID) != str(pid):
+        return
+    import atexit
+    import time
+
+    folder = os.path.abspath(what.partition("=")[2])  # noqa: PTH100
+    atexit.register(report_nothing, what, folder, time.time(), pid)
+
+
+def report_nothing(what: str, folder: str, begin: float, pid: int) -> None:
+    """Write a line to standard error if no process has recorded to `folder` since `begin`."""
+    if os.getpid() != pid:
+        return
+    try:
+        files = [file for file in os.scandir(folder) if file.name.endswith(".kvrec")]
+    except OSError:  # the folder was not made
+        files = []
+    if not any(file.stat().st_mtime >= begin for file in files):
+        sys.stderr.write(f"kvplan.run: --observe {what}: no process has used these libraries\n")
 
 
 def find_kvplan() -> None:

@@ -7,7 +7,7 @@ may have another `llm_datadist`.
 import sys
 from importlib.machinery import PathFinder
 
-from kvplan_hook import FOLDER, Hook  # type: ignore[import-not-found] # this folder is in sys.path
+from kvplan_hook import FOLDER, Hook, report_at_exit  # type: ignore[import-not-found] # this folder is in sys.path
 
 
 def run_hidden() -> None:
@@ -22,4 +22,5 @@ def run_hidden() -> None:
 
 
 sys.meta_path.insert(0, Hook)
+report_at_exit()
 run_hidden()
