@@ -28,7 +28,7 @@ MAX_LINES = {
     "links": 3985,
     "llm_datadist": 3806,
     "mooncake": 595,
-    "nixl": 1805,
+    "nixl": 1843,
     "observe": 1647,
     "planning": 5700,
     "recording": 1708,
