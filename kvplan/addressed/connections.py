@@ -308,8 +308,11 @@ class Connections:
 
     def _linked(self, cluster_id: int, address: str, deadline: float) -> bool:
         """Link with a cluster; return True if this call has made the link."""
-        cluster = ClusterInfo(cluster_id, address)
-        results = self._datadist.link_clusters([cluster], _left_ms(deadline))
+        cluster, started = ClusterInfo(cluster_id, address), time.perf_counter()
+        results = self._datadist._running().links.link([cluster], _left_ms(deadline))
+        # The next attempt may succeed, and the interface logs a failure of all attempts.
+        took_s = time.perf_counter() - started
+        self._datadist._reported("link_clusters", results, took_s, logs_failures=False)
         if results.status is LLMStatusCode.LLM_ALREADY_LINK:
             return False
         results.raise_for_status()
