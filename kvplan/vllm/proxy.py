@@ -196,13 +196,17 @@ class Proxy:
         for_decode = {"do_remote_prefill": True, "kvplan": producer | {"transfer": transfer}}
         decoding = asyncio.ensure_future(self._opened(call, for_decode))
         try:
-            if await self._prefilled(call, for_prefill, urls[:1]) is not None:
+            found = await self._prefilled(call, for_prefill, urls[:1])
+            if found is not None and _producer_of(found) == producer:
                 url, response = await decoding
                 async with response:
                     return await self._forward(call, url, response)
         finally:
             await _close_unread(decoding)
-        return await self._in_turn(call, urls[1:])
+        if found is None:
+            return await self._in_turn(call, urls[1:])
+        logger.info("%s: %s was restarted: nothing was pushed", call.name, urls[0])
+        return await self._decoded(call, found, "")
 
     async def _prefilled(
         self, call: Call, params: dict[str, Any], urls: Iterable[str]
@@ -220,10 +224,7 @@ class Proxy:
                     if response.status == web.HTTPOk.status_code:
                         answer = await response.json()
                         if found := _object_in(answer, "kv_transfer_params"):
-                            reference = _object_in(found, "kvplan")
-                            self._producers[url] = {
-                                field: reference.get(field) for field in _PRODUCER_FIELDS
-                            }
+                            self._producers[url] = _producer_of(found)
                             return found
                         reasons.append(f"{url} keeps no KV cache; it must be a kv_producer")
                         break
@@ -337,6 +338,12 @@ def _object_in(answer: object, name: str) -> dict[str, Any]:
     """Return the JSON object of this name in a server's answer; empty if there is none."""
     found = answer.get(name) if isinstance(answer, dict) else None
     return found if isinstance(found, dict) else {}
+
+
+def _producer_of(params: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a server's `kv_transfer_params` that name its process."""
+    reference = _object_in(params, "kvplan")
+    return {field: reference.get(field) for field in _PRODUCER_FIELDS}
 
 
 def _text(error: BaseException) -> str:

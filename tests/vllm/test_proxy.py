@@ -344,6 +344,42 @@ def test_push_asks_both_servers_at_once_for_one_transfer() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("refuses", [False, True], ids=["waits", "refuses"])
+def test_the_first_push_after_a_restart_of_the_prefill_server_is_fetched(refuses: bool) -> None:
+    """The decode server was asked for a transfer of the process before, which never comes."""
+
+    async def run() -> None:
+        servers, reads = Pretended(), 0
+        again = {**PARAMS, "kvplan": {**SERVER, "instance": "bb", "handle": "11" * 16}}
+
+        async def prefill(request: web.Request) -> web.StreamResponse:
+            nonlocal reads
+            reads += 1
+            if reads == 2:
+                async with servers.arrived:
+                    await servers.arrived.wait_for(lambda: "decode" in servers.names())
+            await servers.read("prefill", request)
+            return web.json_response({"kv_transfer_params": again if reads > 1 else PARAMS})
+
+        async def decode(request: web.Request) -> web.StreamResponse:
+            reference = (await servers.read("decode", request))["kv_transfer_params"]["kvplan"]
+            if reference.get("transfer") and reference["instance"] == "aa":
+                return web.Response(status=500, text="gone") if refuses else await servers.never()
+            return web.Response(text="answer")
+
+        async with proxy_over([prefill], [decode], push=True) as client:
+            await client.post()
+            servers.asked.clear()
+            assert await client.post() == (200, "answer")
+            assert await client.post() == (200, "answer")
+        asked = [body["kv_transfer_params"] for name, body, _ in servers.asked if name == "decode"]
+        assert [params["kvplan"]["instance"] for params in asked] == ["aa", "bb", "bb"]
+        assert asked[1] == again
+        assert asked[2]["kvplan"]["transfer"]
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("prefill", [1, 2])
 def test_a_decode_server_is_asked_again_if_the_push_fails(prefill: int) -> None:
     """The transfer belongs to one prefill server; the others are asked in turn, without it."""
