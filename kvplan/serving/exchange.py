@@ -280,8 +280,9 @@ class Exchange:
     def close(self) -> None:
         """End the thread; idempotent. Finalize the engine afterwards.
 
-        Waits for transfers in flight, up to `pull_timeout_ms`. Requests without a result fail; on
-        return their blocks are not written.
+        Waits for transfers in flight, up to `pull_timeout_ms`. Requests without a result fail, and
+        their blocks are not written any more. A request that a stopped producer was writing gets
+        its result later, when the write has ended.
         """
         self._call(self._stopped.set)
         self._thread.join()
