@@ -124,7 +124,10 @@ class TransferEngine:
         metadata_type: str,
     ) -> int:  # fmt: skip
         """Start the engine; see `initialize`."""
-        for name, value in (("local_hostname", local_hostname), ("protocol", protocol)):
+        for name, value in (
+            ("local_hostname", local_hostname), ("metadata_server", metadata_server),
+            ("protocol", protocol), ("device_name", device_name or ""),
+        ):  # fmt: skip
             check_text(name, value)
         if metadata_server != P2P:
             raise invalid(f"metadata_server={shown(metadata_server)} must be {P2P!r}")
@@ -374,10 +377,10 @@ class TransferEngine:
         """Read or write ranges, or none; 0: all bytes and the notification have arrived."""
         columns = columns_of(buffers, peer_buffer_addresses, lengths)
         engine, direction = self._running(), direction_of(opcode)
-        if notify is None and not len(columns[0]):
-            return 0
         started = time.monotonic()
         cluster = self._cluster(target_hostname)
+        if notify is None and not len(columns[0]):
+            return 0
         *firsts, last = [None] if notify is None else engine.connections.frames(*encoded(notify))
         for frame in firsts:
             engine.datadist.notify(cluster, frame or b"")

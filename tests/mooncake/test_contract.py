@@ -280,9 +280,7 @@ def test_lists_of_a_batch_need_equal_lengths(single_engine: TransferEngine, shor
 
 
 @pytest.mark.parametrize("call", ["batch_transfer_async_read", "batch_transfer_async_write"])
-def test_an_asynchronous_batch_without_ranges_is_done(
-    make: Callable[[int], Here], call: str
-) -> None:
+def test_a_batch_without_ranges_is_done(make: Callable[[int], Here], call: str) -> None:
     """As in Mooncake, where 0 means that the batch has failed; a peer is needed all the same."""
     here = make()
     begin = getattr(here.engine, call)
@@ -294,6 +292,8 @@ def test_an_asynchronous_batch_without_ranges_is_done(
     assert here.engine.get_batch_transfer_status([other, moving]) == 0
     assert here.engine.get_batch_transfer_status([other]) == -1
     assert begin("127.0.0.1:1", [], [], []) == 0
+    for peer, status in ((here.peer.name, 0), ("127.0.0.1:1", -1)):
+        assert getattr(here.engine, call.replace("async", "sync"))(peer, [], [], []) == status
 
 
 def test_a_link_causes_no_warning_and_a_failed_one_a_single_line(

@@ -27,7 +27,7 @@ MAX_LINES = {
     "kvplan": 1705,
     "links": 3987,
     "llm_datadist": 3806,
-    "mooncake": 606,
+    "mooncake": 609,
     "nixl": 1843,
     "observe": 1647,
     "planning": 5700,
