@@ -292,8 +292,8 @@ def test_a_batch_without_ranges_is_done(make: Callable[[int], Here], call: str) 
     assert here.engine.get_batch_transfer_status([other, moving]) == 0
     assert here.engine.get_batch_transfer_status([other]) == -1
     assert begin("127.0.0.1:1", [], [], []) == 0
-    for peer, status in ((here.peer.name, 0), ("127.0.0.1:1", -1)):
-        assert getattr(here.engine, call.replace("async", "sync"))(peer, [], [], []) == status
+    at_once = getattr(here.engine, call.replace("async", "sync"))
+    assert [at_once(name, [], [], []) for name in (here.peer.name, "127.0.0.1:1")] == [0, -1]
 
 
 def test_a_link_causes_no_warning_and_a_failed_one_a_single_line(

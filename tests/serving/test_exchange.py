@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -274,6 +275,31 @@ def test_an_expired_request_is_freed_soon(make_worker: MakeWorker) -> None:
     short, long = make_worker(lease_ttl_ms=100), make_worker(lease_ttl_ms=800)
     quickest = min(spent(short, request) for request in range(3))
     assert 0.1 <= quickest < spent(long, 0)
+
+
+def test_arguments_of_the_wrong_type_are_refused_by_name(make_worker: MakeWorker) -> None:
+    """No result would follow, or no consumer could ever fetch the request."""
+    worker = make_worker()
+    exchange, target = worker.exchange, Target([7, 1, 30])
+    wanted, wrong = reference([worker.source], 0, 11, 21), cast(Any, 5)
+    for name, call in (
+        ("request", lambda: exchange.fetch(wrong, wanted, target)),
+        ("request", lambda: exchange.expect(wrong, wanted)),
+        ("request", lambda: exchange.drop(wrong, wanted)),
+        ("reference", lambda: exchange.fetch("mine", wrong, target)),
+        ("reference", lambda: exchange.expect("mine", wrong)),
+        ("reference", lambda: exchange.drop("mine", wrong)),
+        ("target", lambda: exchange.fetch("mine", wanted, wrong)),
+        ("target.first_token", lambda: exchange.fetch("mine", wanted, Target([7], cast(Any, 0.5)))),
+        ("request", lambda: exchange.enter(wrong, [1], bytes(16))),
+        ("digest", lambda: exchange.enter("mine", [1], wrong)),
+        ("transfer", lambda: exchange.enter("mine", [1], bytes(16), wrong)),
+        ("handle", lambda: exchange.enter("mine", [1], bytes(16), handle=wrong)),
+    ):
+        with pytest.raises(TypeError, match=rf"^{name}=\S+ must be "):
+            call()
+    assert not exchange.is_fetching
+    assert len(exchange.book) == 0
 
 
 RENEWED_THEN_LATE = """
