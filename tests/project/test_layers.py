@@ -38,7 +38,7 @@ MAX_LINES = {
     "tensors": 1092,
     "testing": 473,
     "transport": 8014,
-    "vllm": 2074,
+    "vllm": 2084,
 }
 """Lines of each room. Only a commit that says why may raise one."""
 
