@@ -420,7 +420,7 @@ def main() -> int:
             handler_cancellation=True,
         )
     except OSError as error:
-        logger.error("cannot listen on %s:%d: %s", asked.host, asked.port, error)
+        logger.critical("cannot listen on %s:%d: %s", asked.host, asked.port, error)
         return 1
     return 0
 
