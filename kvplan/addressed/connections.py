@@ -19,7 +19,7 @@ from kvplan.control.endpoint import Endpoint
 from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.links import ClusterInfo, LinkState, PeerLink
-from kvplan.links.values import cluster_here
+from kvplan.links.values import LOST, cluster_here
 from kvplan.status import LLMException, LLMStatusCode, busy, invalid, timed_out, without_frames
 from kvplan.system.logs import LimitedLog, Log
 
@@ -28,6 +28,7 @@ _PIECE, _LAST, _USES, _LEAVES = b"P", b"N", b"U", b"L"
 MAX_NAME_NBYTES: Final = 1024
 MAX_BODY_NBYTES: Final = 1 << 20
 """Maximum bytes of a message, and of all unfinished messages of a peer."""
+_MAX_UNFINISHED: Final = 1024  # messages of a peer
 _ATTEMPTS: Final = 3  # to get a link, which the peer may be ending
 _LINKED: Final = LinkState.LINKED  # faster than a lookup in the enumeration
 _NOT_LINKED: Final = LLMStatusCode.LLM_NOT_YET_LINK
@@ -77,7 +78,8 @@ class Connections:
         self._connected: dict[str, _Connection] = {}  # by each name in use
         self._peer_uses: WeakKeyDictionary[PeerLink, bool] = WeakKeyDictionary()
         self._messages: list[Message] = []
-        self._pieces: dict[tuple[int, int], bytes] = {}  # of messages; longest waiting first
+        # Of unfinished messages, by cluster id and number, longest waiting first; None: dropped.
+        self._pieces: dict[tuple[int, int], bytes | None] = {}
         # Number of the last message in pieces. It begins at random, as peers may hold older pieces.
         self._sent = secrets.randbits(63)
 
@@ -273,6 +275,8 @@ class Connections:
     def receive(self) -> None:
         """Read the unread notifications, and sort them into messages and uses of links."""
         with self._mutex:
+            # First: all that a peer sent before its link ended is read below.
+            lost = [key for key in self._pieces if not self._is_up(key[0])]
             for cluster_id, data in self._datadist.notifications():
                 if data in (_USES, _LEAVES):
                     try:
@@ -283,6 +287,12 @@ class Connections:
                     self._peer_log.warning(
                         "cluster %d has sent %d bytes that are not a message", cluster_id, len(data)
                     )
+            for key in lost:
+                self._pieces.pop(key, None)
+
+    def _is_up(self, cluster_id: int) -> bool:
+        link = self._datadist._running().links.peers.get(cluster_id)
+        return link is not None and link.state not in LOST
 
     def _add_frame(self, cluster_id: int, data: bytes) -> bool:
         """Add a peer's frame to its messages; return False if it is malformed or too long."""
@@ -290,26 +300,37 @@ class Connections:
             return False
         is_last, number, name, piece = frame
         key = cluster_id, number
-        body = self._pieces.pop(key, b"") + piece if number else piece
+        known = self._pieces.pop(key, b"") if number else b""
+        body = None if known is None else known + piece
         if is_last:
-            self._messages.append(Message(cluster_id, name, body))
+            if body is not None:
+                self._messages.append(Message(cluster_id, name, body))
+            else:
+                self._peer_log.warning(
+                    "cluster %d: a message is lost: more than %d bytes of messages were unfinished",
+                    cluster_id, MAX_BODY_NBYTES,
+                )  # fmt: skip
             return True
+        self._pieces[key] = body
         # The last piece of a failed transfer never arrives: drop what has waited longest.
         pending = [other for other in self._pieces if other[0] == cluster_id]
-        kept = len(body) + sum(len(self._pieces[other]) for other in pending)
+        kept = sum(len(self._pieces[other] or b"") for other in pending)
         for other in pending:
             if kept <= MAX_BODY_NBYTES:
                 break
-            kept -= len(self._pieces.pop(other))
-        if kept > MAX_BODY_NBYTES:
-            return False
-        self._pieces[key] = body
-        return True
+            kept -= len(self._pieces[other] or b"")
+            self._pieces[other] = None  # later pieces of the message are not taken for a message
+        if len(pending) > _MAX_UNFINISHED:
+            del self._pieces[pending[0]]
+        return self._pieces[key] is not None or body is None
 
     def _linked(self, cluster_id: int, address: str, deadline: float) -> bool:
         """Link with a cluster; return True if this call has made the link."""
-        cluster = ClusterInfo(cluster_id, address)
-        results = self._datadist.link_clusters([cluster], _left_ms(deadline))
+        cluster, started = ClusterInfo(cluster_id, address), time.perf_counter()
+        results = self._datadist._running().links.link([cluster], _left_ms(deadline))
+        # The next attempt may succeed, and the interface logs a failure of all attempts.
+        took_s = time.perf_counter() - started
+        self._datadist._reported("link_clusters", results, took_s, logs_failures=False)
         if results.status is LLMStatusCode.LLM_ALREADY_LINK:
             return False
         results.raise_for_status()

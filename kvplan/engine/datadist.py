@@ -340,14 +340,17 @@ class LlmDataDist(
         """
         return metrics_of(self._cluster_id, self._metrics, self._engine)
 
-    def _reported(self, operation: str, results: LinkResults, seconds: float) -> LinkResults:
+    def _reported(
+        self, operation: str, results: LinkResults, seconds: float, *, logs_failures: bool = True
+    ) -> LinkResults:
         for result in results:
             self._metrics.record(operation, result.status, 0, seconds)
             if self._engine is not None and (recorder := self._engine.recorder) is not None:
                 text = "" if result.error is None else error_text(result.error)
                 recorder.event(operation, result.status, seconds, text, {"peer": result.cluster_id})
             fields = {"cluster": self._cluster_id, "peer": result.cluster_id}
-            log_operation(operation, seconds, result.error, **fields)
+            if logs_failures or result.error is None:
+                log_operation(operation, seconds, result.error, **fields)
         return results
 
     def __enter__(self) -> Self:

@@ -193,8 +193,10 @@ class Transitions:
         self._close_transport(link, LinkState.UNLINKED, str(error.args[0]))
         link.change_state(LinkState.UNLINKED, str(error.args[0]))
         self.note_error(link.cluster_id, error)
-        # Links by name are retried, and the outcome of all attempts is logged once.
-        self._log(link, logging.DEBUG if link.comm else logging.WARNING)
+        # Links by name are retried, and the outcome of all attempts is logged once. The call that
+        # began any other handshake (`phase`) logs its outcome.
+        level = logging.INFO if link.phase else logging.WARNING
+        self._log(link, logging.DEBUG if link.comm else level)
         self._release_resources(link, str(error.args[0]))
 
     def lost(self, link: PeerLink, reason: str, *, orderly: bool = False) -> None:

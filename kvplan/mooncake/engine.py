@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from enum import IntEnum
 from functools import wraps
+from itertools import count
 from typing import Any, ClassVar, Concatenate, Final, ParamSpec
 
 from kvnative._signals import Mutex, signals_deferred
@@ -105,6 +106,8 @@ class TransferEngine:
         # Size, handle and placement, by address.
         self._registered: dict[int, tuple[int, int, Placement]] = {}
         self._buffers: dict[int, mmap.mmap] = {}  # managed buffers, by address
+        self._empty: set[int] = set()  # batches without ranges, which are done
+        self._empty_numbers = count(1 << 62)  # above the numbers of requests
 
     def initialize(
         self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
@@ -121,7 +124,10 @@ class TransferEngine:
         metadata_type: str,
     ) -> int:  # fmt: skip
         """Start the engine; see `initialize`."""
-        for name, value in (("local_hostname", local_hostname), ("protocol", protocol)):
+        for name, value in (
+            ("local_hostname", local_hostname), ("metadata_server", metadata_server),
+            ("protocol", protocol), ("device_name", device_name or ""),
+        ):  # fmt: skip
             check_text(name, value)
         if metadata_server != P2P:
             raise invalid(f"metadata_server={shown(metadata_server)} must be {P2P!r}")
@@ -371,10 +377,10 @@ class TransferEngine:
         """Read or write ranges, or none; 0: all bytes and the notification have arrived."""
         columns = columns_of(buffers, peer_buffer_addresses, lengths)
         engine, direction = self._running(), direction_of(opcode)
-        if notify is None and not len(columns[0]):
-            return 0
         started = time.monotonic()
         cluster = self._cluster(target_hostname)
+        if notify is None and not len(columns[0]):
+            return 0
         *firsts, last = [None] if notify is None else engine.connections.frames(*encoded(notify))
         for frame in firsts:
             engine.datadist.notify(cluster, frame or b"")
@@ -416,12 +422,16 @@ class TransferEngine:
         self, target_hostname: str, buffers: Sequence[int], peer_buffer_addresses: Sequence[int],
         lengths: Sequence[int], opcode: _Opcode, transport_hint: str = "",
     ) -> int:  # fmt: skip
-        """Begin to read or write several ranges; return the batch, or 0 after a failure."""
+        """Begin to read or write ranges, or none; return the batch, or 0 after a failure."""
         columns = columns_of(buffers, peer_buffer_addresses, lengths)
         engine = self._running()
         engine.requests.check_room()
         deadline = time.monotonic() + timeout_ms(columns[2]) / 1000
-        ranges = AddressRanges(self._cluster(target_hostname), *columns, direction_of(opcode))
+        cluster, direction = self._cluster(target_hostname), direction_of(opcode)
+        if not len(columns[0]):
+            self._empty.add(batch := next(self._empty_numbers))
+            return batch
+        ranges = AddressRanges(cluster, *columns, direction)
         text = f"{opcode.name} of {len(ranges)} ranges"
         return engine.submit(ranges, target_hostname, text, deadline)
 
@@ -435,8 +445,9 @@ class TransferEngine:
     @_returns_status(name="get_batch_transfer_status")  # the error has the number of the batch
     def _awaited(self, batch: int) -> int:
         """Wait for a batch, and return its status; an unknown one has failed."""
-        request = self._running().requests.get(batch)
-        request.task.wait_done(max(0.0, (request.data - time.monotonic()) * 1000))
+        if batch not in self._empty:
+            request = self._running().requests.get(batch)
+            request.task.wait_done(max(0.0, (request.data - time.monotonic()) * 1000))
         return self._status(batch)
 
     @_returns_status(name="transfer_check_status")
@@ -449,6 +460,9 @@ class TransferEngine:
 
     def _status(self, batch: int) -> int:
         requests = self._running().requests
+        if batch in self._empty:
+            self._empty.discard(batch)
+            return _DONE
         request = requests.get(batch)
         if not request.task.done and time.monotonic() >= request.data:
             request.task.cancel(timed_out("the transfer took too long"))

@@ -21,13 +21,14 @@ from kvplan.nixl.values import (
     nixl_mem_t,
     nixl_status_t,
     nixl_xfer_op_t,
+    nixlInvalidParamError,
     nixlNotFoundError,
     nixlRemoteDisconnectError,
     nixlXferTelemetry,
 )
 from kvplan.nixl.values import nixl_thread_sync_t as _sync
 from kvplan.system.logs import Log
-from kvplan.validation import as_bytes
+from kvplan.validation import as_bytes, check_type
 
 _log = Log("kvplan.nixl")
 
@@ -129,7 +130,7 @@ class nixl_agent:  # noqa: N801
                 listenPort=conf.port, captureTelemetry=conf.capture_telemetry,
             ),
         )  # fmt: skip
-        self.name = agent_name
+        self.name: str = self.agent.name
         self.notifs: dict[str, list[bytes]] = {}
         self._reading = Mutex()  # held by calls that change `notifs`
         self.backends: dict[str, int] = {}
@@ -208,7 +209,10 @@ class nixl_agent:  # noqa: N801
     ) -> nixl_xfer_handle:  # fmt: skip
         """Return a transfer between descriptors of two prepared lists, chosen by indices."""
         number = self.agent.makeXferReq(
-            _OPS[operation], local_xfer_side._handle, local_indices, remote_xfer_side._handle,
+            _OPS[operation],
+            self._number("local_xfer_side", local_xfer_side, nixl_prepped_dlist_handle),
+            local_indices,
+            self._number("remote_xfer_side", remote_xfer_side, nixl_prepped_dlist_handle),
             remote_indices, notif_msg, self._handles(backends), skip_desc_merge,
         )  # fmt: skip
         return nixl_xfer_handle(self.agent, number)
@@ -226,33 +230,33 @@ class nixl_agent:  # noqa: N801
 
     def transfer(self, handle: nixl_xfer_handle, notif_msg: bytes = b"") -> str:
         """Begin a transfer, or begin it again; return its state: "DONE", "PROC" or "ERR"."""
-        return _STATES.get(self.agent.postXferReq(handle._handle, notif_msg), "ERR")
+        return _STATES.get(self.agent.postXferReq(self._number("handle", handle), notif_msg), "ERR")
 
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
         """Return the state of a transfer: "DONE", "PROC" or "ERR"."""
-        return _STATES.get(self.agent.getXferStatus(handle._handle), "ERR")
+        return _STATES.get(self.agent.getXferStatus(self._number("handle", handle)), "ERR")
 
     def get_xfer_telemetry(self, handle: nixl_xfer_handle) -> nixlXferTelemetry:
         """Return the times of a transfer that is done."""
-        return self.agent.getXferTelemetry(handle._handle)
+        return self.agent.getXferTelemetry(self._number("handle", handle))
 
     def estimate_xfer_cost(self, req_handle: nixl_xfer_handle) -> tuple[int, int, str]:
         """Return duration 0, error 0 and method UNKNOWN: kvplan does not estimate."""
-        duration, error, _ = self.agent.estimateXferCost(req_handle._handle)
+        duration, error, _ = self.agent.estimateXferCost(self._number("req_handle", req_handle))
         return duration, error, "UNKNOWN"
 
     def query_xfer_backend(self, handle: nixl_xfer_handle) -> str:
         """Return the name of the backend of a transfer."""
-        found = self.agent.queryXferBackend(handle._handle)
+        found = self.agent.queryXferBackend(self._number("handle", handle))
         return next(name for name, number in self.backends.items() if number == found)
 
     def release_xfer_handle(self, handle: nixl_xfer_handle) -> None:
         """Stop and forget a transfer; on return none of its bytes moves."""
-        handle.release()
+        check_type("handle", handle, nixl_xfer_handle).release()
 
     def release_dlist_handle(self, handle: nixl_prepped_dlist_handle) -> None:
         """Forget a prepared list."""
-        handle.release()
+        check_type("handle", handle, nixl_prepped_dlist_handle).release()
 
     def prep_mem_view(self, dlist: Any, *, backends: _Backends | None = None) -> int:
         """Refuse: views of memory are for GPU kernels."""
@@ -368,6 +372,13 @@ class nixl_agent:  # noqa: N801
 
     def _handles(self, backends: _Backends) -> list[int]:
         return [self.backends[name] for name in backends]
+
+    def _number(self, name: str, handle: _Handle, kind: type[_Handle] = nixl_xfer_handle) -> int:
+        """Return the number of a handle of this agent, given in the argument `name`."""
+        if check_type(name, handle, kind)._agent is not self.agent:
+            owner = handle._agent.name
+            raise nixlInvalidParamError(f"{name}={handle} is of agent {owner!r}, not {self.name!r}")
+        return handle._handle
 
 
 _List = TypeVar("_List", bound=DescList)

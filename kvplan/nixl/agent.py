@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from weakref import proxy
 
 from kvnative._signals import Mutex, signals_deferred
+from kvplan.addressed.connections import MAX_NAME_NBYTES
 from kvplan.addressed.connector import Connector
 from kvplan.addressed.engine import REFUSALS, AddressedEngine
 from kvplan.control.endpoint import Endpoint
@@ -64,10 +65,9 @@ class Agent:
     """
 
     def __init__(self, name: str, config: nixlAgentConfig) -> None:
-        if not name:
-            raise ValueError("Agent needs a non-empty name")
-        as_bytes("agent_name", name)
-        self.name = name
+        self.name = name = text_of("agent_name", name)
+        if not 1 <= (nbytes := len(as_bytes("agent_name", name))) <= MAX_NAME_NBYTES:
+            raise ValueError(f"agent_name has {nbytes} bytes; it must have 1 to {MAX_NAME_NBYTES}")
         self._config = config
         self._mutex = Mutex()
         self._remotes: dict[str, _Remote] = {}
@@ -142,7 +142,7 @@ class Agent:
 
     def registerMem(self, descs: nixlRegDList, backends: Sequence[int] = ()) -> nixl_status_t:  # noqa: N802
         """Let transfers use memory until it is deregistered."""
-        kind = descs.getType()
+        kind = check_type("descs", descs, nixlRegDList).getType()
         has_device = self.engine.datadist.device is not None
         if not self._backends or kind > nixl_mem_t.VRAM_SEG or (kind and not has_device):
             raise nixlNotFoundError(f"no backend of agent {self.name} has memory of {kind}")
@@ -244,7 +244,10 @@ class Agent:
             regions = Regions(f"agent {name!r}", found.regions)
             self._remotes[name] = _Remote(found.instance, address, regions)
         if known is None:
-            self._connector.submit(name, [None] * 4, lambda: self._connect(name))
+            try:
+                self._connector.submit(name, [None] * 4, lambda: self._connect(name))
+            except REFUSALS as error:
+                raise self._logged("add_remote_agent", error) from error
         return name.encode()
 
     def _connect(self, name: str) -> bool:
@@ -305,6 +308,7 @@ class Agent:
 
     def checkRemoteMD(self, name: str | bytes, descs: nixlXferDList) -> nixl_status_t:  # noqa: N802
         """Raise nixlNotFoundError unless the agent is known, and has registered the descriptors."""
+        check_type("descs", descs, nixlXferDList)
         remote = self._remote(text_of("name", name))
         if not descs.isEmpty():
             self._check(remote.regions, "remote", descs.getType(), descs.rows)
@@ -418,7 +422,7 @@ def text_of(name: str, value: str | bytes) -> str:
 
 
 def _regions(descs: nixlRegDList) -> list[Region]:
-    kind = int(descs.getType())
+    kind = int(check_type("descs", descs, nixlRegDList).getType())
     return [(kind, address, size, device) for address, size, device in descs.rows.tolist()]
 
 

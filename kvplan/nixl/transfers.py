@@ -17,6 +17,7 @@ from kvplan.engine.ranges import AddressRanges
 from kvplan.execution import TransferTask
 from kvplan.nixl.agent import GONE, LOG, Agent, text_of
 from kvplan.nixl.lists import Rows, nixlXferDList, rows_of_array
+from kvplan.nixl.metadata import Regions
 from kvplan.nixl.values import (
     nixl_mem_t,
     nixl_status_t,
@@ -34,7 +35,7 @@ from kvplan.planning.ranges import span_text
 from kvplan.planning.texts import plural
 from kvplan.status import LLMException, link_failed, message_of, without_frames
 from kvplan.tensors.strided import pieces_of
-from kvplan.validation import as_bytes
+from kvplan.validation import as_bytes, check_type, shown
 
 Column = NDArray[np.uint64]
 Indices = NDArray[np.integer[Any]]
@@ -50,6 +51,7 @@ class _Side(NamedTuple):
     """One side of transfers: descriptors that were found in registered memory."""
 
     agent: str  # as given; empty: this agent
+    instance: int  # the agent's process: the cluster id of its engine
     is_local: bool
     kind: nixl_mem_t
     rows: Rows
@@ -60,6 +62,7 @@ class _Transfer:
     """A request: ranges, and its last post."""
 
     agent: str
+    instance: int  # the agent's process: the cluster id of its engine
     operation: nixl_xfer_op_t
     local: Column
     remote: Column
@@ -72,7 +75,7 @@ class _Transfer:
     began: float = 0.0  # monotonic time of the last post, in seconds
     posted: float = 0.0
     ended: float = 0.0
-    ranges: AddressRanges | None = None  # of the last post
+    ranges: AddressRanges | None = None  # None: not posted
     posting: Mutex = field(default_factory=Mutex)  # held by a post, which a release waits for
 
     @property
@@ -110,11 +113,18 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
             raise TypeError("prepXferDlist needs descs, or mem_type and array")
         agent = "" if agent == "NIXL_INIT_AGENT" else agent
         is_local = agent in ("", self.name)
-        regions = self._local if is_local else self._remote(agent).regions
+        instance, regions = self._memory_of(agent or self.name)
         self._check(regions, "local" if is_local else "remote", kind, rows)
         number = next(self._numbers)
-        self._sides[number] = _Side(agent, is_local, kind, rows)
+        self._sides[number] = _Side(agent, instance, is_local, kind, rows)
         return number
+
+    def _memory_of(self, agent: str) -> tuple[int, Regions]:
+        """Return the process of an agent that is known, or of this one, and its memory."""
+        if agent == self.name:
+            return self.engine.datadist.cluster_id, self._local
+        remote = self._remote(agent)
+        return remote.instance, remote.regions
 
     def releasedDlistH(self, handle: int) -> nixl_status_t:  # noqa: N802
         """Forget a prepared list; idempotent."""
@@ -127,14 +137,15 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         skip_desc_merge: bool = False,
     ) -> int:  # fmt: skip
         """Return the handle of a transfer between descriptors of two prepared lists."""
+        check_type("operation", operation, nixl_xfer_op_t)
         local, remote = self._sides.get(local_side), self._sides.get(remote_side)
         if local is None or remote is None:
             raise nixlInvalidParamError("a prepared list was released")
         if not local.is_local or not remote.agent:
             raise nixlInvalidParamError("local_side must be a local list, remote_side a remote one")
         return self._add(
-            operation, remote.agent, local.rows, remote.rows, notif_msg,
-            _indices(local_indices), _indices(remote_indices),
+            operation, remote.agent, remote.instance, local.rows, remote.rows, notif_msg,
+            _indices("local_indices", local_indices), _indices("remote_indices", remote_indices),
         )  # fmt: skip
 
     def createXferReq(  # noqa: N802
@@ -142,15 +153,17 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         remote_agent: str | bytes, notif_msg: bytes | str = b"", backend: Sequence[int] = (),
     ) -> int:  # fmt: skip
         """Return the handle of a transfer between two lists of descriptors."""
+        check_type("operation", operation, nixl_xfer_op_t)
+        local = check_type("local_descs", local_descs, nixlXferDList).rows
+        remote = check_type("remote_descs", remote_descs, nixlXferDList).rows
         agent = text_of("remote_agent", remote_agent)
-        local, remote = local_descs.rows, remote_descs.rows
-        regions = self._local if agent == self.name else self._remote(agent).regions
+        instance, regions = self._memory_of(agent)
         self._check(self._local, "local", local_descs.getType(), local)
         self._check(regions, "remote", remote_descs.getType(), remote)
-        return self._add(operation, agent, local, remote, notif_msg)
+        return self._add(operation, agent, instance, local, remote, notif_msg)
 
     def _add(
-        self, operation: nixl_xfer_op_t, agent: str, local: Rows, remote: Rows,
+        self, operation: nixl_xfer_op_t, agent: str, instance: int, local: Rows, remote: Rows,
         message: bytes | str, mine: Indices | None = None, theirs: Indices | None = None,
     ) -> int:  # fmt: skip
         """Add a transfer between all or the chosen rows of two lists."""
@@ -169,7 +182,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
             raise self._logged("transfer", ValueError(f"{' and '.join(texts)} overlap"))
         number = next(self._numbers)
         self._transfers[number] = _Transfer(
-            agent, operation, here, there, sizes, nbytes, as_bytes("notif_msg", message)
+            agent, instance, operation, here, there, sizes, nbytes, as_bytes("notif_msg", message)
         )
         return number
 
@@ -217,8 +230,13 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
             cluster = datadist.cluster_id if is_loop else self._linked(agent)
         except LLMException as error:
             raise link_failed(message_of(error)) from error  # the agent is gone
+        if cluster != transfer.instance:  # its addresses are those of the process before
+            raise link_failed(
+                f"agent {agent!r} is another process now: make the transfer again, from lists that "
+                "are prepared again"
+            )
         ranges = transfer.ranges
-        if ranges is None or ranges.cluster_id != cluster:
+        if ranges is None:
             is_read = transfer.operation is nixl_xfer_op_t.NIXL_READ
             direction: Literal["pull", "push"] = "pull" if is_read else "push"
             columns = transfer.local, transfer.remote, transfer.sizes
@@ -345,11 +363,16 @@ def _expanded(array: Any) -> Rows:
     return pieces_of(np.hstack((rows, form)))
 
 
-def _indices(indices: Any) -> Indices:
+def _indices(name: str, indices: Any) -> Indices:
     """Return a list or an array of indices as integers; floats are truncated, as in NIXL."""
-    chosen = np.asarray(indices)
-    is_native = chosen.dtype.kind in "iu" and chosen.dtype.isnative
-    return chosen if is_native else chosen.astype(np.int64)
+    try:
+        chosen = np.asarray(indices)
+        is_native = chosen.dtype.kind in "iu" and chosen.dtype.isnative
+        len(chosen)
+        return chosen if is_native else chosen.astype(np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        text = f"{name}={shown(indices)} must be a list or an array of integers: {error}"
+        raise TypeError(text) from None
 
 
 def _unlike(

@@ -15,7 +15,7 @@ from kvplan.serving.tables import Blocks, CacheGroup, GroupLease, groups_of, tab
 from kvplan.status import LLMException, LLMStatusCode, invalid, not_exist
 from kvplan.system.logs import Log
 from kvplan.types import Cache
-from kvplan.validation import shown
+from kvplan.validation import check_type, shown
 
 logger = Log("kvplan.serving")
 
@@ -126,9 +126,12 @@ class LeaseBook:
 
         Raises:
             LLMException: LLM_PARAM_INVALID: the handle was used before.
-            TypeError: a table of blocks has a wrong type. The call can be repeated.
+            TypeError: an argument of the wrong type. The call can be repeated.
         """
-        handle = handle or Handle.new()
+        check_type("request", request, str)
+        check_type("digest", digest, bytes)
+        check_type("transfer", transfer, str)
+        handle = Handle.new() if handle is None else check_type("handle", handle, Handle)
         failure = ""
         with self._mutex:
             if handle in self._held or handle in self._ending or handle in self._ended:

@@ -39,7 +39,7 @@ from kvplan.status import LLMException, invalid
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
 from kvplan.types import Cache
-from kvplan.validation import check_timeout, check_type, shown
+from kvplan.validation import as_int, check_timeout, check_type, shown
 
 logger = Log("kvplan.serving")
 
@@ -219,7 +219,7 @@ class Exchange:
             LLMException: LLM_PARAM_INVALID: the request is being fetched.
         """
         with self._calling:
-            self._check_idle(request)
+            self._check_idle(request, reference)
             self._call(self._prepare, request, reference)
 
     def fetch(self, request: str, reference: Reference, target: Target) -> None:
@@ -228,12 +228,14 @@ class Exchange:
         A request whose content is gone fails, at the latest after the timeouts.
 
         Raises:
+            TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: the name is in use, or `target.first_token` is < 0.
         """
-        if target.first_token < 0:
+        check_type("target", target, Target)
+        if as_int("target.first_token", target.first_token) < 0:
             raise invalid(f"target.first_token={target.first_token} must be >= 0")
         with self._calling:
-            self._check_idle(request)
+            self._check_idle(request, reference)
             if self._call(self._fetch, request, reference, target):
                 self._fetching.add(request)
                 return
@@ -250,7 +252,7 @@ class Exchange:
             LLMException: LLM_PARAM_INVALID: the request is being fetched; `cancel` ends that.
         """
         with self._calling:
-            self._check_idle(request)
+            self._check_idle(request, reference)
             self._call(self._fetch, request, reference, None)
 
     def wait(self, timeout_ms: float | None) -> bool:
@@ -280,8 +282,9 @@ class Exchange:
     def close(self) -> None:
         """End the thread; idempotent. Finalize the engine afterwards.
 
-        Waits for transfers in flight, up to `pull_timeout_ms`. Requests without a result fail; on
-        return their blocks are not written.
+        Waits for transfers in flight, up to `pull_timeout_ms`. Requests without a result fail, and
+        their blocks are not written any more. A request that a stopped producer was writing gets
+        its result later, when the write has ended.
         """
         self._call(self._stopped.set)
         self._thread.join()
@@ -326,8 +329,9 @@ class Exchange:
         except Exception:  # one message must not stop later ones
             peer_log.warning("cluster %d: dropped a message", cluster_id, exc_info=True)
 
-    def _check_idle(self, request: str) -> None:
-        if request in self._fetching:
+    def _check_idle(self, request: str, reference: Reference) -> None:
+        check_type("reference", reference, Reference)
+        if check_type("request", request, str) in self._fetching:
             raise invalid(
                 f"request={shown(request)} is being fetched; wait for its result, or give another "
                 "name"

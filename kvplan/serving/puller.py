@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 
 from kvplan.engine.datadist import LlmDataDist
-from kvplan.lease import tag_of
+from kvplan.lease import BlockLease, LeaseEnd, tag_of
 from kvplan.serving.messages import (
     MAX_HANDLES,
     Ask,
@@ -271,19 +271,41 @@ class Puller:
         self._end_asks(pull, pull.cancelled)
 
     def close(self) -> None:
-        """Fail the requests without a result, after the loop and the threads have ended."""
-        for pull in self.pulls.values():
-            if pull.goal is not None:
-                try:
-                    self._engine.release(pull.goal.lease)
-                except LLMException as error:
-                    if error.status_code is not LLMStatusCode.LLM_ENGINE_FINALIZED:
-                        logger.warning("%s: could not release its blocks: %s", pull.request, error)
-            if pull.target.cancel() or pull.target.cancelled():  # `fetch` was not called
-                continue
-            if (target := pull.target.result()) is not None:
-                self._report(PullResult(pull.request, closed(), target.blocks, target.first_token))
-        self.pulls.clear()
+        """Fail the requests without a result, after the loop and the threads have ended.
+
+        A request whose blocks a stopped producer may still write to fails when that has ended.
+        """
+        for pull in list(self.pulls.values()):
+            if pull.goal is None or self._is_released(pull, pull.goal):
+                self._fail(pull)
+
+    def _is_released(self, pull: Pull, goal: Goal) -> bool:
+        """Release a goal; return False if a producer may write to it, and fail the pull later."""
+
+        def released(lease: BlockLease, _: LeaseEnd) -> None:
+            if lease.lease_id == goal.lease.lease_id:
+                self._fail(pull)
+
+        remove = None
+        try:
+            remove = self._engine.on_released(released)
+            self._engine.release(goal.lease)
+        except LLMException as error:
+            if error.status_code is not LLMStatusCode.LLM_ENGINE_FINALIZED:
+                logger.warning("%s: could not release its blocks: %s", pull.request, error)
+            if error.status_code is LLMStatusCode.LLM_TIMEOUT:
+                return False
+        if remove is not None:
+            remove()
+        return True
+
+    def _fail(self, pull: Pull) -> None:
+        if self.pulls.pop(pull.request, None) is not pull:
+            return  # it has a result
+        if pull.target.cancel() or pull.target.cancelled():  # `fetch` was not called
+            return
+        if (target := pull.target.result()) is not None:
+            self._report(PullResult(pull.request, closed(), target.blocks, target.first_token))
 
     async def renew(self) -> None:
         """Renew requests of known handles, except at producers whose last renewal still waits."""

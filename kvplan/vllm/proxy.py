@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import math
 import sys
 import time
 import uuid
@@ -35,6 +36,7 @@ except ImportError:
 logger = logging.getLogger("proxy")
 
 _PATHS: Final = ("/v1/completions", "/v1/chat/completions")
+_MAX_PORT: Final = 65535
 _MAX_BODY_NBYTES: Final = 256 << 20  # images are part of the body
 _FAILED_S: Final = 5.0  # time for which a failed server is asked last
 _IDLE_S: Final = 2.0  # lifetime of an idle connection; vLLM's servers close it after 5 s
@@ -196,13 +198,17 @@ class Proxy:
         for_decode = {"do_remote_prefill": True, "kvplan": producer | {"transfer": transfer}}
         decoding = asyncio.ensure_future(self._opened(call, for_decode))
         try:
-            if await self._prefilled(call, for_prefill, urls[:1]) is not None:
+            found = await self._prefilled(call, for_prefill, urls[:1])
+            if found is not None and _producer_of(found) == producer:
                 url, response = await decoding
                 async with response:
                     return await self._forward(call, url, response)
         finally:
             await _close_unread(decoding)
-        return await self._in_turn(call, urls[1:])
+        if found is None:
+            return await self._in_turn(call, urls[1:])
+        logger.info("%s: %s was restarted: nothing was pushed", call.name, urls[0])
+        return await self._decoded(call, found, "")
 
     async def _prefilled(
         self, call: Call, params: dict[str, Any], urls: Iterable[str]
@@ -220,10 +226,7 @@ class Proxy:
                     if response.status == web.HTTPOk.status_code:
                         answer = await response.json()
                         if found := _object_in(answer, "kv_transfer_params"):
-                            reference = _object_in(found, "kvplan")
-                            self._producers[url] = {
-                                field: reference.get(field) for field in _PRODUCER_FIELDS
-                            }
+                            self._producers[url] = _producer_of(found)
                             return found
                         reasons.append(f"{url} keeps no KV cache; it must be a kv_producer")
                         break
@@ -339,6 +342,12 @@ def _object_in(answer: object, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _producer_of(params: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a server's `kv_transfer_params` that name its process."""
+    reference = _object_in(params, "kvplan")
+    return {field: reference.get(field) for field in _PRODUCER_FIELDS}
+
+
 def _text(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
@@ -348,10 +357,12 @@ def _forwarded(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def _url(text: str) -> str:
-    url = urlsplit(text)
-    if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be like http://127.0.0.1:8100")
-    return text.rstrip("/")
+    with suppress(ValueError):  # the port is out of range
+        url = urlsplit(text)
+        is_whole = url.port != 0 and url.hostname and not url.path.strip("/")
+        if is_whole and url.scheme in ("http", "https"):
+            return text.rstrip("/")
+    raise argparse.ArgumentTypeError(f"{text!r} must be like http://127.0.0.1:8100")
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -387,8 +398,10 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         help='ask both servers at the same time, for servers with "mode": "push"',
     )
     parsed = parser.parse_args(given)
-    if not parsed.prefill_timeout > 0:
-        parser.error(f"--prefill-timeout {parsed.prefill_timeout}: must be > 0")
+    if not 0 < parsed.prefill_timeout < math.inf:
+        parser.error(f"--prefill-timeout {parsed.prefill_timeout}: must be > 0 and finite")
+    if not 0 <= parsed.port <= _MAX_PORT:
+        parser.error(f"--port {parsed.port}: must be in [0, {_MAX_PORT}]")
     return parsed
 
 
@@ -398,13 +411,17 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     proxy = Proxy(asked.prefill, asked.decode, asked.prefill_timeout, push=asked.push)
-    web.run_app(
-        proxy.application(),
-        host=asked.host,
-        port=asked.port,
-        print=logger.info,
-        handler_cancellation=True,
-    )
+    try:
+        web.run_app(
+            proxy.application(),
+            host=asked.host,
+            port=asked.port,
+            print=logger.info,
+            handler_cancellation=True,
+        )
+    except OSError as error:
+        logger.critical("cannot listen on %s:%d: %s", asked.host, asked.port, error)
+        return 1
     return 0
 
 

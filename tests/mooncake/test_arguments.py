@@ -56,6 +56,21 @@ def test_arguments_of_the_wrong_type_are_refused(
         WRONG[name](engine, address)
 
 
+@pytest.mark.parametrize("name", ["local_hostname", "metadata_server", "protocol", "device_name"])
+def test_an_engine_is_initialized_with_text(name: str) -> None:
+    given: dict[str, Any] = {
+        "local_hostname": "127.0.0.1",
+        "metadata_server": "P2PHANDSHAKE",
+        "protocol": "tcp",
+        "device_name": "",
+    }
+    engine = TransferEngine()
+    with pytest.raises(TypeError, match=f"^{name} is a int; it must be str"):
+        engine.initialize(**given | {name: 5})
+    assert engine.initialize(**given) == 0
+    engine.close()
+
+
 @pytest.mark.parametrize("length", [1 << 62, 1 << 63, (1 << 64) - 1])
 def test_a_buffer_that_is_too_large(engine: TransferEngine, length: int) -> None:
     assert engine.allocate_managed_buffer(length) == 0

@@ -279,6 +279,36 @@ def test_lists_of_a_batch_need_equal_lengths(single_engine: TransferEngine, shor
     assert single_engine.batch_transfer_sync_read(single_engine._own, *lists) < 0
 
 
+@pytest.mark.parametrize("call", ["batch_transfer_async_read", "batch_transfer_async_write"])
+def test_a_batch_without_ranges_is_done(make: Callable[[int], Here], call: str) -> None:
+    """As in Mooncake, where 0 means that the batch has failed; a peer is needed all the same."""
+    here = make()
+    begin = getattr(here.engine, call)
+    one, other = (begin(here.peer.name, [], [], []) for _ in range(2))
+    assert len({0, one, other}) == 3
+    assert here.engine.transfer_check_status(one) == 1
+    assert here.engine.transfer_check_status(one) == -1  # forgotten
+    moving = begin(here.peer.name, [here.address], [here.peer.address], [64])
+    assert here.engine.get_batch_transfer_status([other, moving]) == 0
+    assert here.engine.get_batch_transfer_status([other]) == -1
+    assert begin("127.0.0.1:1", [], [], []) == 0
+    at_once = getattr(here.engine, call.replace("async", "sync"))
+    assert [at_once(name, [], [], []) for name in (here.peer.name, "127.0.0.1:1")] == [0, -1]
+
+
+def test_a_link_causes_no_warning_and_a_failed_one_a_single_line(
+    make: Callable[[int], Here], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cluster id of a peer is not known before it has answered once."""
+    here = make()
+    assert here.engine.send_probe(here.peer.name) == 0
+    assert [record.getMessage() for record in caplog.records if record.levelname != "INFO"] == []
+    assert here.engine.send_probe("127.0.0.1:1") == -1
+    (line,) = [record for record in caplog.records if record.levelname != "INFO"]
+    assert line.name == "kvplan.mooncake"
+    assert "127.0.0.1:1: connect: Connection refused" in line.getMessage()
+
+
 def test_a_notification_of_several_pieces_comes_with_its_batch(make: Callable[[int], Here]) -> None:
     here = make()
     text = "long " * 100_000  # more than one notification of the engine has room for

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvplan.nixl import nixl_agent
-from kvplan.nixl._bindings import nixlBackendError
+from kvplan.nixl._bindings import nixlBackendError, nixlInvalidParamError
 
 
 @pytest.mark.parametrize("wrong", [5, True, None, [1, 2], 2.5], ids=repr)
@@ -61,6 +61,95 @@ def test_a_name_is_text_or_bytes(wrong: Any) -> None:
     agent.agent.close()
 
 
+@pytest.mark.parametrize("wrong", [0, 1, True, "READ", None], ids=repr)
+def test_an_operation_is_a_member_of_its_enum(wrong: Any) -> None:
+    """0 is the number of NIXL_READ, and was taken for a write."""
+    agent, memory = nixl_agent("alone"), np.arange(64, dtype=np.uint8)
+    one = agent.register_memory([(memory.ctypes.data, 8, 0, "")], "DRAM").trim()
+    side = agent.prep_xfer_dlist("alone", one)._handle
+    for call in (
+        lambda: agent.agent.makeXferReq(wrong, side, [0], side, [0]),
+        lambda: agent.agent.createXferReq(wrong, one, one, "alone"),
+    ):
+        with pytest.raises(TypeError, match=r"^operation=.* must be nixl_xfer_op_t"):
+            call()
+    agent.agent.close()
+
+
+@pytest.mark.parametrize("kind", ["number", "other", "none"])
+def test_handles_and_lists_are_of_their_own_kind(kind: str) -> None:
+    agent, memory = nixl_agent("alone"), np.zeros(64, np.uint8)
+    held = agent.register_memory([(memory.ctypes.data, 64, 0, "")], "DRAM")
+    ours = held.trim()
+    side = agent.prep_xfer_dlist("alone", ours)
+    handle = agent.initialize_xfer("READ", ours, ours, "alone")
+    no_side, no_transfer, no_list, no_memory = (
+        {"number": 1, "other": other, "none": None}[kind] for other in (handle, side, held, ours)
+    )
+    calls: list[tuple[str, Callable[[], object]]] = [
+        (
+            "local_xfer_side",
+            lambda: agent.make_prepped_xfer("READ", no_side, [0], side, [0]),
+        ),
+        (
+            "remote_xfer_side",
+            lambda: agent.make_prepped_xfer("READ", side, [0], no_side, [0]),
+        ),
+        ("handle", lambda: agent.release_dlist_handle(no_side)),
+        ("handle", lambda: agent.transfer(no_transfer)),
+        ("handle", lambda: agent.check_xfer_state(no_transfer)),
+        ("handle", lambda: agent.get_xfer_telemetry(no_transfer)),
+        ("handle", lambda: agent.query_xfer_backend(no_transfer)),
+        ("handle", lambda: agent.release_xfer_handle(no_transfer)),
+        ("req_handle", lambda: agent.estimate_xfer_cost(no_transfer)),
+        ("local_descs", lambda: agent.initialize_xfer("READ", no_list, ours, "alone")),
+        ("remote_descs", lambda: agent.initialize_xfer("READ", ours, no_list, "alone")),
+        ("descs", lambda: agent.agent.checkRemoteMD("alone", no_list)),
+        ("descs", lambda: agent.agent.registerMem(no_memory)),
+        ("descs", lambda: agent.deregister_memory(no_memory)),
+        ("descs", lambda: agent.get_partial_agent_metadata(no_memory)),
+    ]
+    for name, call in calls:
+        with pytest.raises(TypeError, match=rf"^{name}=.* must be nixl"):
+            call()
+    agent.deregister_memory(held)
+    agent.agent.close()
+
+
+def test_a_handle_of_another_agent_is_refused() -> None:
+    """Both agents count from 1, so a number alone would name a transfer of either."""
+    memory = np.zeros(64, np.uint8)
+    agents, handles, sides = [nixl_agent(name) for name in ("one", "other")], [], []
+    for agent in agents:
+        ours = agent.register_memory([(memory.ctypes.data, 64, 0, "")], "DRAM").trim()
+        handles.append(agent.initialize_xfer("READ", ours, ours, agent.name))
+        sides.append(agent.prep_xfer_dlist(agent.name, ours))
+    one = agents[0]
+    for call in (
+        lambda: one.transfer(handles[1]),
+        lambda: one.check_xfer_state(handles[1]),
+        lambda: one.make_prepped_xfer("READ", sides[1], [0], sides[0], [0]),
+        lambda: one.make_prepped_xfer("READ", sides[0], [0], sides[1], [0]),
+    ):
+        with pytest.raises(nixlInvalidParamError, match=r"is of agent 'other', not 'one'$"):
+            call()
+    assert one.transfer(handles[0]) == "DONE"
+    for agent in agents:
+        agent.agent.close()
+
+
+@pytest.mark.parametrize("wrong", [None, 0, ["a"], [2**64], [None]], ids=repr)
+def test_indices_that_are_no_integers_are_named(wrong: Any) -> None:
+    agent, memory = nixl_agent("alone"), np.zeros(64, np.uint8)
+    side = agent.prep_xfer_dlist(
+        "alone", agent.register_memory([(memory.ctypes.data, 64, 0, "")], "DRAM").trim()
+    )
+    for name, indices in (("local_indices", (wrong, [0])), ("remote_indices", ([0], wrong))):
+        with pytest.raises(TypeError, match=rf"^{name}=.* must be a list or an array of integers"):
+            agent.make_prepped_xfer("READ", side, indices[0], side, indices[1])
+    agent.agent.close()
+
+
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_metadata_may_be_any_buffer(kind: Callable[[bytes], Any]) -> None:
     agent, other = nixl_agent("alone"), nixl_agent("other")
@@ -104,10 +193,28 @@ def test_tensors_have_the_kind_of_their_own_memory(given: str | None) -> None:
 
 
 def test_an_agent_that_is_closed_says_so_by_an_error_of_nixl() -> None:
-    agent = nixl_agent("closed")
+    agent, other = nixl_agent("closed"), nixl_agent("other")
     agent.agent.close()
-    with pytest.raises(nixlBackendError, match="the engine is finalized"):
-        agent.get_new_notifs()
+    for call in (agent.get_new_notifs, lambda: agent.add_remote_agent(other.get_agent_metadata())):
+        with pytest.raises(nixlBackendError, match="the engine is finalized"):
+            call()
+    other.agent.close()
+
+
+def test_the_name_of_an_agent_is_text_that_messages_can_carry() -> None:
+    longest = 512 * "\u00e9"  # 1024 bytes
+    agent, peer = nixl_agent(longest), nixl_agent(b"peer")
+    assert peer.name == "peer"
+    agent.add_remote_agent(peer.get_agent_metadata())
+    agent.send_notif("peer", b"message")
+    assert peer.get_new_notifs() == {longest: [b"message"]}
+    for each in (agent, peer):
+        each.agent.close()
+    for wrong in ("", longest + "x"):
+        with pytest.raises(ValueError, match=r"^agent_name has \d+ bytes; it must have 1 to 1024"):
+            nixl_agent(wrong)
+    with pytest.raises(TypeError, match=r"^agent_name=5 must be str"):
+        nixl_agent(5)  # type: ignore[arg-type]
 
 
 def test_an_argument_that_is_not_text_of_unicode_is_named() -> None:

@@ -171,29 +171,48 @@ def test_an_agent_that_was_started_again_replaces_itself(make: MakeHere) -> None
     assert np.array_equal(here.memory[:KIB], pattern(0, KIB))
 
 
-def test_a_transfer_is_posted_again_to_the_agent_that_has_replaced_its_own() -> None:
-    """The handle was made, and posted, before the remote agent was started again."""
-    theirs, ours = np.zeros(KIB, np.uint8), np.zeros(KIB, np.uint8)
-    here = nixl_agent("here")
-    here.register_memory([(ours.ctypes.data, KIB, 0, "")], "DRAM")
-    handle = None
-    for life in (1, 2):
-        theirs[:] = life
-        there = nixl_agent("there")
-        there.register_memory([(theirs.ctypes.data, KIB, 0, "")], "DRAM")
-        here.add_remote_agent(there.get_agent_metadata())
-        if handle is None:
-            lists = (
-                here.get_xfer_descs([(memory.ctypes.data, KIB, 0)], "DRAM")
-                for memory in (ours, theirs)
-            )
-            handle = here.initialize_xfer("READ", *lists, "there")
+@pytest.mark.parametrize("made", ["lists", "transfer", "posted transfer"])
+def test_what_was_prepared_for_a_process_does_not_move_with_its_successor(made: str) -> None:
+    """The addresses are registered there, too, but hold other content."""
+    theirs, ours = np.full(KIB, 1, np.uint8), np.zeros(KIB, np.uint8)
+    here, there = nixl_agent("here"), nixl_agent("there")
+    for agent, memory in ((here, ours), (there, theirs)):
+        agent.register_memory([(memory.ctypes.data, KIB, 0, "")], "DRAM")
+    here.add_remote_agent(there.get_agent_metadata())
+
+    def lists() -> list[Any]:
+        return [
+            here.prep_xfer_dlist(name, [(memory.ctypes.data, KIB, 0)], "DRAM")
+            for name, memory in (("", ours), ("there", theirs))
+        ]
+
+    def transfer(mine: Any, remote: Any) -> Any:
+        return here.make_prepped_xfer("READ", mine, [0], remote, [0], b"read")
+
+    def end(handle: Any) -> str:
         state = here.transfer(handle)
         while state == "PROC":
             state = here.check_xfer_state(handle)
-        assert (state, set(ours.tolist())) == ("DONE", {life})
-        there.agent.close()
-    here.agent.close()
+        return state
+
+    prepared = lists()
+    handle = None if made == "lists" else transfer(*prepared)
+    if made == "posted transfer":
+        assert end(handle) == "DONE"
+    there.agent.close()
+    ours[:] = 0
+    theirs[:] = 2
+    successor = nixl_agent("there")
+    successor.register_memory([(theirs.ctypes.data, KIB, 0, "")], "DRAM")
+    here.add_remote_agent(successor.get_agent_metadata())
+    for _ in range(2):
+        with pytest.raises(bindings.nixlRemoteDisconnectError, match="'there' is another process"):
+            here.transfer(handle or transfer(*prepared))
+    assert not ours.any()
+    assert successor.get_new_notifs() == {}
+    assert (end(transfer(*lists())), set(ours.tolist())) == ("DONE", {2})
+    for agent in (here, successor):
+        agent.agent.close()
 
 
 def test_registrations_come_and_go_without_a_rest(make: MakeHere) -> None:

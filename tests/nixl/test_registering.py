@@ -88,12 +88,10 @@ def test_another_process_at_the_address_of_an_agent_is_not_taken_for_it(
                     call()
             assert (set(ours.tolist()), there.get_new_notifs()) == ({1}, {})
         here.add_remote_agent(there.get_agent_metadata())
-        if handle is None:
-            lists = (
-                here.get_xfer_descs([(memory.ctypes.data, 64, 0)], "DRAM")
-                for memory in (ours, theirs)
-            )
-            handle = here.initialize_xfer("READ", *lists, "there")
+        lists = (
+            here.get_xfer_descs([(memory.ctypes.data, 64, 0)], "DRAM") for memory in (ours, theirs)
+        )
+        handle = here.initialize_xfer("READ", *lists, "there")
         state = here.transfer(handle)
         while state == "PROC":
             state = here.check_xfer_state(handle)

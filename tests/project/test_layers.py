@@ -15,30 +15,30 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
-    "addressed": 779,
+    "addressed": 800,
     "cli": 3800,
     "control": 3648,
     "debug": 798,
     "device": 1242,
-    "engine": 8189,
+    "engine": 8190,
     "execution": 3252,
     "hixl": 1090,
     "inspection": 1996,
     "kvplan": 1712,
-    "links": 4004,
+    "links": 4006,
     "llm_datadist": 3806,
-    "mooncake": 595,
-    "nixl": 1805,
+    "mooncake": 609,
+    "nixl": 1843,
     "observe": 1661,
     "planning": 5710,
     "recording": 1714,
     "run": 426,
-    "serving": 2962,
+    "serving": 2991,
     "system": 472,
     "tensors": 1092,
     "testing": 473,
     "transport": 8014,
-    "vllm": 2067,
+    "vllm": 2084,
 }
 """Lines of each room. Only a commit that says why may raise one."""
 

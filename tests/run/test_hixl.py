@@ -47,7 +47,8 @@ def test_reasons_of_failures_are_printed_unless_logging_is_configured(folder: Fo
     call = "; import hixl; e = hixl.Hixl(); e.initialize('127.0.0.1'); e.connect('127.0.0.1:1')"
     silent = folder.launch("-c", f"import logging{call}")
     assert (silent.stdout, silent.code) == ("", 0)
-    (line,) = [line for line in silent.stderr.splitlines() if line.startswith("connect")]
+    (line,) = silent.stderr.splitlines()
+    assert line.startswith("connect")
     assert "127.0.0.1:1: connect: Connection refused" in line
     of_program = "import logging, sys; logging.basicConfig(stream=sys.stdout, format='%(message)s')"
     told = folder.launch("-c", f"{of_program}{call}")

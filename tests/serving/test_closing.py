@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import select
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 
+from kvplan import LLMException, LLMStatusCode
 from kvplan.serving import Target
 from tests.serving.test_exchange import MakeWorker, failed
 from tests.serving.worker import Worker, reference
@@ -36,6 +41,47 @@ def test_open_requests_fail_and_are_not_written_any_more(pair: tuple[Worker, Wor
     producer.step(11, [4, 9, 2], 8, 21, 21, NAME)
     producer.exchange.close()
     assert consumer.has(13, [7, 1, 30], 0, 21)
+
+
+class Stopped:
+    """A transport whose peer is stopped in the middle of a write, until it `goes_on`."""
+
+    goes_on = False
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+
+    def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
+        self._transport.end_leases(leases)
+        if not Stopped.goes_on:
+            raise LLMException("it is stopped", status_code=LLMStatusCode.LLM_TIMEOUT)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+def test_a_request_that_a_stopped_producer_may_write_fails_only_after_its_last_byte(
+    pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are not free when `close` returns, so no result says so."""
+    _, consumer = pair
+    leases = consumer.engine._running().leases
+    transports = leases._words._transports
+    monkeypatch.setattr(
+        leases._words, "_transports", {name: Stopped(each) for name, each in transports.items()}
+    )
+    while not (held := consumer.engine.leases()):
+        select.select([], [], [], 0.001)
+    consumer.exchange.close()
+    assert consumer.exchange.take_results() == []
+    assert consumer.exchange.is_fetching
+    monkeypatch.setattr(Stopped, "goes_on", True)
+    with leases._changed:  # make the thread that ends leases try again at once
+        leases._wake_at(held[0].lease_id, 1)
+    assert consumer.exchange.wait(60_000)
+    (result,) = consumer.exchange.take_results()
+    assert failed(result, "the exchange is closed")
+    assert not consumer.exchange.is_fetching
 
 
 def test_a_fetch_after_the_close_fails(pair: tuple[Worker, Worker]) -> None:

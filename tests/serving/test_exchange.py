@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -276,17 +277,54 @@ def test_an_expired_request_is_freed_soon(make_worker: MakeWorker) -> None:
     assert 0.1 <= quickest < spent(long, 0)
 
 
+def test_arguments_of_the_wrong_type_are_refused_by_name(make_worker: MakeWorker) -> None:
+    """No result would follow, or no consumer could ever fetch the request."""
+    worker = make_worker()
+    exchange, target = worker.exchange, Target([7, 1, 30])
+    wanted, wrong = reference([worker.source], 0, 11, 21), cast(Any, 5)
+    for name, call in (
+        ("request", lambda: exchange.fetch(wrong, wanted, target)),
+        ("request", lambda: exchange.expect(wrong, wanted)),
+        ("request", lambda: exchange.drop(wrong, wanted)),
+        ("reference", lambda: exchange.fetch("mine", wrong, target)),
+        ("reference", lambda: exchange.expect("mine", wrong)),
+        ("reference", lambda: exchange.drop("mine", wrong)),
+        ("target", lambda: exchange.fetch("mine", wanted, wrong)),
+        ("target.first_token", lambda: exchange.fetch("mine", wanted, Target([7], cast(Any, 0.5)))),
+        ("request", lambda: exchange.enter(wrong, [1], bytes(16))),
+        ("digest", lambda: exchange.enter("mine", [1], wrong)),
+        ("transfer", lambda: exchange.enter("mine", [1], bytes(16), wrong)),
+        ("handle", lambda: exchange.enter("mine", [1], bytes(16), handle=wrong)),
+    ):
+        with pytest.raises(TypeError, match=rf"^{name}=\S+ must be "):
+            call()
+    assert not exchange.is_fetching
+    assert len(exchange.book) == 0
+
+
+RENEWED_THEN_LATE = """
+import select
+book = worker.exchange.book
+now[0] += 2000  # seconds, of 3600: only renewals from here on last until the next step
+while book._held[handle(0)].deadline < now[0] + 3600:
+    select.select([], [], [], 0.001)
+now[0] += 2000
+book.expire()
+"""
+
+
 def test_an_expected_request_does_not_expire(make_peer: MakePeer, make_worker: MakeWorker) -> None:
-    peer = make_peer(lease_ttl_ms=1000)
-    consumer = make_worker(renew_interval_ms=50)
+    """The test turns the clock of the producer, on which no other request is renewed."""
+    peer = make_peer(lease_ttl_ms=3_600_000)
+    peer.run("now = [0.0]; worker.exchange.book._clock = lambda: now[0]")
+    consumer = make_worker(renew_interval_ms=20)
     peer.worker.finish(0, 11, [4, 9, 2], 21)
-    peer.worker.finish(1, 12, [5], 8)
     wanted = reference([peer.source], 0, 11, 21)
     consumer.exchange.expect("mine", wanted)
-    # by then also those of the other request have expired
-    assert peer.worker.freed() == {"request-12"}
-    peer.worker.finish(2, 13, [5], 8)
-    assert peer.worker.freed() == {"request-13"}
+    for number, request in ((1, 12), (2, 13)):
+        peer.worker.finish(number, request, [5], 8)
+        peer.run(RENEWED_THEN_LATE)
+        assert peer.worker.freed() == {f"request-{request}"}
     assert consumer.fetch(wanted, [7, 1, 30]).error is None
     assert consumer.has(11, [7, 1, 30], 0, 21)
 

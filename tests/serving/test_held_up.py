@@ -40,7 +40,7 @@ def gated(make_worker: MakeWorker, gate: Gate) -> Iterator[Worker]:
 def test_messages_go_out_while_all_transfers_wait(
     gate: Gate, gated: Worker, make_worker: MakeWorker
 ) -> None:
-    one, other = make_worker(1), make_worker(3, lease_ttl_ms=2_000)
+    one, other = make_worker(1), make_worker(3)
     one.finish(0, 11, [4, 9, 2], 21)
     other.finish(0, 12, [4, 9, 2], 21)
     gated.exchange.fetch("held", reference([one.source], 0, 11, 21), Target([7, 1, 30]))

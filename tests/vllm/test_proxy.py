@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -16,7 +17,7 @@ pytest.importorskip("aiohttp")  # the extra `test` has it; vLLM brings it to use
 import aiohttp
 from aiohttp import web
 
-from kvplan.vllm.proxy import Proxy, Servers, arguments
+from kvplan.vllm.proxy import Proxy, Servers, arguments, main
 from tests.support.ports import free_port
 
 PATH = "/v1/completions"
@@ -344,6 +345,42 @@ def test_push_asks_both_servers_at_once_for_one_transfer() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("refuses", [False, True], ids=["waits", "refuses"])
+def test_the_first_push_after_a_restart_of_the_prefill_server_is_fetched(refuses: bool) -> None:
+    """The decode server was asked for a transfer of the process before, which never comes."""
+
+    async def run() -> None:
+        servers, reads = Pretended(), 0
+        again = {**PARAMS, "kvplan": {**SERVER, "instance": "bb", "handle": "11" * 16}}
+
+        async def prefill(request: web.Request) -> web.StreamResponse:
+            nonlocal reads
+            reads += 1
+            if reads == 2:
+                async with servers.arrived:
+                    await servers.arrived.wait_for(lambda: "decode" in servers.names())
+            await servers.read("prefill", request)
+            return web.json_response({"kv_transfer_params": again if reads > 1 else PARAMS})
+
+        async def decode(request: web.Request) -> web.StreamResponse:
+            reference = (await servers.read("decode", request))["kv_transfer_params"]["kvplan"]
+            if reference.get("transfer") and reference["instance"] == "aa":
+                return web.Response(status=500, text="gone") if refuses else await servers.never()
+            return web.Response(text="answer")
+
+        async with proxy_over([prefill], [decode], push=True) as client:
+            await client.post()
+            servers.asked.clear()
+            assert await client.post() == (200, "answer")
+            assert await client.post() == (200, "answer")
+        asked = [body["kv_transfer_params"] for name, body, _ in servers.asked if name == "decode"]
+        assert [params["kvplan"]["instance"] for params in asked] == ["aa", "bb", "bb"]
+        assert asked[1] == again
+        assert asked[2]["kvplan"]["transfer"]
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("prefill", [1, 2])
 def test_a_decode_server_is_asked_again_if_the_push_fails(prefill: int) -> None:
     """The transfer belongs to one prefill server; the others are asked in turn, without it."""
@@ -407,11 +444,40 @@ def test_without_aiohttp_the_proxy_names_the_installation() -> None:
     assert "ImportError: kvplan.vllm.proxy needs aiohttp" in run.stderr
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8100", "ftp://a", "http://a/v1"])
+@pytest.mark.parametrize(
+    "url",
+    ["127.0.0.1:8100", "ftp://a", "http://a/v1", "http://a:65536", "http://a:0", "http://[a"],
+)
 def test_an_invalid_url_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments(["--prefill", url, "--decode", "http://a:1"])
     assert "must be like http://127.0.0.1:8100" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "allowed"),
+    [
+        *((("--port", text), "in [0, 65535]") for text in ("-1", "65536")),
+        *((("--prefill-timeout", text), "> 0 and finite") for text in ("0", "-1", "nan", "inf")),
+    ],
+)
+def test_a_number_out_of_range_is_refused(
+    option: tuple[str, str], allowed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        arguments(["--prefill", "http://a:65535", "--decode", "http://a:1", *option])
+    assert f"must be {allowed}" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        given = ["--prefill", "http://a:1", "--decode", "http://a:2", "--port", str(port)]
+        monkeypatch.setattr(sys, "argv", ["proxy", *given])
+        assert main() == 1
+    assert f"cannot listen on 127.0.0.1:{port}: " in caplog.text
 
 
 @pytest.mark.parametrize(
