@@ -36,7 +36,7 @@ void sim_leaks_note(const char *when) {
     sim_note("leaks", "\"when\":\"%s\",%.*s", when, (int)strlen(left) - 1, left);
 }
 
-/* Not in a forked child, where a thread of the parent may have left a mutex locked. */
+/* Does nothing in a forked child, where a thread of the parent may have left a mutex locked. */
 __attribute__((destructor)) static void note_at_exit(void) {
     if (!sim_is_forked()) {
         sim_leaks_note("exit");

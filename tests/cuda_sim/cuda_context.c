@@ -47,7 +47,7 @@ static void pop(void) {
     tell_core();
 }
 
-/* Also finds destroyed contexts. Call with the mutex held. */
+/* Finds living and destroyed contexts. Call with the mutex held. */
 static cuda_context *row_of(const void *handle) {
     cuda_context *context = contexts;
     while (context && context->handle != handle) {

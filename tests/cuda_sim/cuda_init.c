@@ -150,7 +150,7 @@ CUDA cuInit(unsigned flags) {
     return cuda_leave(&call, code, "%s", "");
 }
 
-/* Also works before cuInit. */
+/* Works also before cuInit. */
 CUDA cuDriverGetVersion(int *version) {
     sim_call call;
     int code = sim_enter(&call, __func__);

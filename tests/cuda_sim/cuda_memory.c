@@ -280,7 +280,7 @@ typedef struct {
 /* Marks the address of write-combined memory for kernels, which differs from that for the host. Not simulated. */
 #define APART ((uint64_t)1 << 60)
 
-/* For memory of cuMemMap, start and nbytes are those of the whole reservation. */
+/* The start and nbytes of memory of cuMemMap are those of the whole reservation. */
 static pointer_facts facts_of(uint64_t address) {
     pointer_facts facts = {0};
     sim_memory *memory = sim_find(address, 1);
@@ -352,7 +352,7 @@ static int store(int attribute, const pointer_facts *facts, uint64_t address, vo
     case 14:
         *(unsigned *)value = facts->handle_types;
         return 0;
-    case 17: /* there are no memory pools */
+    case 17: /* memory pools are not simulated */
         *(void **)value = NULL;
         return 0;
     default:

@@ -209,7 +209,7 @@ static module *find_module(const void *handle) {
     return it;
 }
 
-/* Also drops the functions of the module. Call with the mutex held. */
+/* Drops the module and its functions. Call with the mutex held. */
 static void drop(module *dropped) {
     for (function **link = &functions; *link;) {
         function *it = *link;

@@ -6,7 +6,7 @@
 
 static uint64_t bit_of(int device) { return (uint64_t)1 << device; }
 
-/* For memory of cuMemMap, which has no context: cuMemSetAccess gives access to devices. */
+/* Asks for the access that cuMemSetAccess gave to a device: memory of cuMemMap has no context. */
 static int has_access(const sim_traits *traits, int device, int writes) {
     return ((writes ? traits->writable : traits->readable) & bit_of(device)) != 0;
 }
@@ -51,7 +51,7 @@ int cuda_kernel_may(const cuda_context *context, const sim_memory *memory, int w
     }
 }
 
-/* For other contexts than the registering one, host memory is pageable unless it is portable. */
+/* Registered host memory is pageable in other contexts unless it is portable. */
 static int is_pinned_for(const cuda_context *context, const sim_memory *memory) {
     sim_traits traits = sim_memory_traits(memory);
     return traits.origin == CUDA_HOST_ALLOCATED || traits.origin == CUDA_MANAGED ||
