@@ -20,7 +20,7 @@ typedef struct {
     int64_t connect_timeout_ms; /* meaning of the timeout 0, 120,000 */
     int64_t init_us;            /* duration of an initialization, 200 */
     int64_t aicpu;              /* 1: checks a whole batch before any of its copies, 0 */
-    int64_t unfold_us;          /* duration of aborted batches, on A3 or with aicpu, 100,000 */
+    int64_t unfold_us;          /* begun batches continue for it after an abort, on A3 or with aicpu, 100,000 */
 } hccl_settings;
 
 hccl_settings hccl_settings_now(void);
