@@ -82,7 +82,7 @@ cdef unsigned fill_nodes(object nodes, kvn_numa_node *each) except? 0xBAD:
 
 
 def node_of(address):
-    """Return the NUMA node of the page at `address`; None: there is no page yet.
+    """Return the NUMA node of the page at `address`; None: the page does not exist yet.
 
     Raise OSError if the kernel does not tell, as in some containers.
     """

@@ -1,7 +1,7 @@
 /*
- * The ACL interface as the simulator reads it from the documented facts: written for itself, not from
- * the declarations of the library under test, so that two readings check each other.
- * KVSIM_CANN is the simulated version (801, 805): what is younger is not there at all.
+ * The ACL interface, declared here from the vendor's documents and not from the declarations of the
+ * library under test, so that two readings of the documents check each other. KVSIM_CANN is the
+ * simulated version (801, 805, 900, 901); calls of later versions do not exist.
  */
 #ifndef KVSIM_ACL_H
 #define KVSIM_ACL_H
@@ -50,34 +50,34 @@ enum {
     ACL_NUM_KINDS,
 };
 
-/* sim_enter, and 100001 where aclInit was not called. */
+/* Calls sim_enter; returns 100001 before aclInit. */
 int acl_enter(sim_call *call, const char *name);
-/* Like acl_enter, and returns 107002 if the thread has no context; stores its device. */
+/* Like acl_enter; also stores the device of the thread's context, or returns 107002 without a context. */
 int acl_enter_device(sim_call *call, const char *name, int *device);
-/* 100000 with a text for a NULL pointer. */
+/* Returns 100000, and records an error text, for a NULL pointer. */
 int acl_check_pointer(const void *pointer, const char *argument);
 #define ACL_CHECK(code, pointer) ((code) ? (code) : acl_check_pointer(pointer, #pointer))
-/* Checks a timeout of a synchronization: -1 or positive. */
+/* Returns an error unless the timeout of a synchronization is -1 or positive. */
 int acl_check_timeout(int32_t timeout);
 
-/* ---- where an address is ---- */
+/* ---- places: the memory at an address ---- */
 
 typedef enum { ACL_DEVICE_SIDE, ACL_PINNED_SIDE, ACL_PAGEABLE_SIDE } acl_side;
 
 typedef struct {
     acl_side side;
-    sim_memory *memory; /* referenced; NULL of pageable memory */
+    sim_memory *memory; /* holds a reference; NULL for pageable memory */
     unsigned char *view;
-    int device; /* of device memory, else -1 */
+    int device; /* -1 for host memory */
 } acl_place;
 
-/* 0; or 107000: freed or foreign device memory, or a range that leaves its memory. */
+/* Returns 107000 for a device address without memory, or a range that exceeds its memory. */
 int acl_place_find(const void *address, uint64_t nbytes, acl_place *place);
 void acl_place_release(acl_place *place);
 
 /* ---- copies ---- */
 
-/* A copy whose two ends were found; acl_copy_release releases them. */
+/* A copy whose source and target were found; it holds references to both. */
 typedef struct {
     acl_place target;
     acl_place source;
@@ -86,19 +86,19 @@ typedef struct {
     uint64_t nbytes;
 } acl_copy;
 
-/* Finds both ends and checks them: 107000 as acl_place_find, or memories of two devices without peer
+/* Finds source and target. Returns 107000 if acl_place_find fails, or if the two devices have no peer
  * access. */
 int acl_copy_find(acl_copy *copy, void *target, const void *source, uint64_t nbytes);
 void acl_copy_release(acl_copy *copy);
 int acl_copy_is_pageable(const acl_copy *copy);
-/* HOST_TO_HOST .. DEVICE_TO_DEVICE, from where the ends are. */
+/* Returns the actual kind: ACL_HOST_TO_HOST, ..., ACL_DEVICE_TO_DEVICE. */
 int acl_copy_kind(const acl_copy *copy);
-/* 107000 where the kind contradicts where the ends are. */
+/* Returns 107000 if `kind` contradicts the actual kind. */
 int acl_copy_check_kind(const acl_copy *copy, int kind);
-/* Queues the copies, which it takes over, as one operation: one copy after the other. */
+/* Queues the copies as one operation, in this order; the operation releases them. */
 int acl_copies_enqueue(sim_stream *stream, const sim_fault *fault, const acl_copy *copies,
                        size_t count);
-/* Makes the copies at once, as slowly as the settings say, and releases them. */
+/* Copies on this thread, for the duration given by latency and bandwidth, and releases the copies. */
 void acl_copies_now(acl_copy *copies, size_t count);
 
 #endif

@@ -1,7 +1,7 @@
 /*
- * Batch copies. Both check item by item; the synchronous one has copied nothing when an item is
- * refused, the asynchronous one has already issued those before it. The order inside a batch is
- * unspecified: here it is shuffled.
+ * Batch copies. Both calls check item by item. If an item is refused, the synchronous call copies
+ * nothing, but the asynchronous call issues the items before the refused one. The order inside a
+ * batch is unspecified, so the simulator shuffles the copies.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -19,10 +19,10 @@ typedef struct {
     size_t *sizes;
     size_t count;
     acl_batch_attribute *attributes;
-    size_t *first_items; /* of each attribute */
+    size_t *first_items; /* the first item that each attribute applies to */
     size_t num_attributes;
     size_t *failed;
-    size_t refused; /* what failIndex was set to */
+    size_t refused; /* the value of failIndex */
     int is_async;
 } batch;
 
@@ -110,7 +110,7 @@ static int find_item(const batch *all, size_t item, const acl_batch_attribute *a
     return code;
 }
 
-/* Finds the items until one is refused, whose index is stored. */
+/* Finds the items up to the first refused one, and stores the index of that item. */
 static int find_items(batch *all, acl_copy *copies, size_t *num_found) {
     size_t attribute = 0;
     int code = 0;
@@ -150,7 +150,7 @@ static void release(acl_copy *copies, size_t count) {
     }
 }
 
-/* All or nothing, unless the driver fails in the middle. */
+/* Copies all items or none; a fault "partial" copies half of them. */
 static int copy_now(const sim_call *call, acl_copy *copies, size_t count, int code) {
     size_t num_copied = code || call->fault.kind == SIM_FAULT_SYNC ? 0 : count;
     if (!code && call->fault.kind == SIM_FAULT_PARTIAL) {
@@ -165,7 +165,7 @@ static int copy_now(const sim_call *call, acl_copy *copies, size_t count, int co
     return code || !call->fault.code ? code : sim_error(call->fault.code, "a fault of the test");
 }
 
-/* Pinned items are queued; for pageable ones, this thread waits for the stream and copies them. */
+/* Queues copies of pinned memory. Copies pageable memory on this thread, after a wait for the stream. */
 static int copy_on_stream(const sim_fault *fault, acl_copy *copies, size_t count, sim_stream *stream) {
     size_t begin = 0;
     while (begin < count) {
@@ -189,8 +189,7 @@ static int copy_on_stream(const sim_fault *fault, acl_copy *copies, size_t count
     return 0;
 }
 
-/* A fault in the middle is that of one of the copies that the call issues: half of them are issued,
- * and the index says nothing. */
+/* A fault "partial" fails between two copies: half of them are issued, and failIndex is not set. */
 static int issue(const sim_call *call, acl_copy *copies, size_t count, sim_stream *stream, int code) {
     sim_fault fault = call->fault;
     size_t num_issued = count;
@@ -204,7 +203,7 @@ static int issue(const sim_call *call, acl_copy *copies, size_t count, sim_strea
     return code ? code : issued;
 }
 
-/* The index is first written when the arguments themselves are right. */
+/* Leaves *failed unchanged if a check returns 100000; otherwise sets it, to SIZE_MAX if no item is refused. */
 static int perform(const sim_call *call, batch *all, sim_stream *stream) {
     if (KVSIM_BATCH == 2) {
         return sim_error(SIM_UNSUPPORTED, "%s: not on this product", call->name);
@@ -260,7 +259,7 @@ static int copy_batch_on_stream(const char *name, batch *all, void *handle) {
     return leave(&call, all, code, handle);
 }
 
-#if KVSIM_BATCH == 3 /* only the calls of 9.1, which do not say which item was refused */
+#if KVSIM_BATCH == 3 /* only the V2 calls of 9.1, which do not report the refused item */
 
 ACL aclrtMemcpyBatchV2(ARGUMENTS);
 ACL aclrtMemcpyBatchAsyncV2(ARGUMENTS, void *stream);

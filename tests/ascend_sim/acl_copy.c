@@ -1,4 +1,4 @@
-/* Copies: where both ends are, and how the bytes move. */
+/* Copies: finds the memory of source and target, and moves the bytes. */
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -81,7 +81,7 @@ typedef struct {
     acl_copy copies[];
 } batch;
 
-/* Freed since it was ordered: on hardware the DMA engine meets an address that is not mapped. */
+/* Returns 1 if the memory was freed after the copy was queued: on hardware, the DMA engine finds it unmapped. */
 static int is_stale(const acl_place *place, uint64_t address, uint64_t nbytes) {
     if (!place->memory) {
         return 0;

@@ -137,7 +137,7 @@ ACL aclrtDeviceEnablePeerAccess(int32_t peer, uint32_t flags) {
 
 ACL aclrtDeviceDisablePeerAccess(int32_t peer) { return change_peer_access(__func__, peer, 0, -1); }
 
-/* A call of the runtime below ACL, which older libraries provide instead. */
+/* A call of the runtime below ACL; older libraries have it instead of aclrtGetPhyDevIdByLogicDevId. */
 ACL rtGetDevicePhyIdByIndex(uint32_t logical, uint32_t *physical);
 
 ACL rtGetDevicePhyIdByIndex(uint32_t logical, uint32_t *physical) {

@@ -1,4 +1,4 @@
-/* Events: markers in streams. */
+/* Events. */
 #include "acl.h"
 
 ACL aclrtCreateEvent(void **event);
@@ -77,7 +77,7 @@ ACL aclrtQueryEventStatus(void *event, int32_t *status) {
     code = ACL_CHECK(code, status);
     code = code ? code : sim_event_is_complete(event, &complete);
     if (!code) {
-        *status = complete; /* 1: ACL_EVENT_RECORDED_STATUS_COMPLETE */
+        *status = complete; /* ACL_EVENT_RECORDED_STATUS_COMPLETE is 1 */
     }
     return sim_leave(&call, code, "\"event\":%llu", ID(event));
 }
@@ -90,7 +90,7 @@ ACL aclrtQueryEventWaitStatus(void *event, int32_t *status) {
     code = ACL_CHECK(code, status);
     code = code ? code : sim_event_waits_done(event, &done);
     if (!code) {
-        *status = done ? 0 : 1; /* the other way round than the status of a record */
+        *status = done ? 0 : 1; /* ACL_EVENT_WAIT_STATUS_COMPLETE is 0 */
     }
     return sim_leave(&call, code, "\"event\":%llu", ID(event));
 }

@@ -1,4 +1,4 @@
-/* Beginning and end of the library, and what all calls have in common. */
+/* aclInit, aclFinalize, and code that all calls share. */
 #include <string.h>
 
 #include "acl.h"
@@ -99,7 +99,7 @@ ACL aclrtGetVersion(int32_t *major, int32_t *minor, int32_t *patch) {
     return sim_leave(&call, code, "%s", "");
 }
 
-/* NULL where no device is visible. */
+/* Returns NULL if no device is visible. */
 const char *aclrtGetSocName(void) {
     static _Thread_local char name[32];
     sim_call call;
@@ -115,7 +115,7 @@ ACL aclrtGetRunMode(int32_t *mode) {
     int code = acl_enter(&call, __func__);
     code = ACL_CHECK(code, mode);
     if (!code) {
-        *mode = 1; /* the program runs on the host */
+        *mode = 1; /* ACL_HOST: the program runs on the host */
     }
     return sim_leave(&call, code, "%s", "");
 }

@@ -25,7 +25,7 @@ static int check(const void *target, size_t capacity, const void *source, size_t
     return code;
 }
 
-/* The effect of a fault on a call that waits itself: it returns all its errors at once. */
+/* Applies a fault to a synchronous call, which returns each error itself. */
 static int fault_of_waiting(const sim_call *call, uint64_t *nbytes) {
     if (call->fault.kind == SIM_FAULT_NONE) {
         return 0;
@@ -54,8 +54,8 @@ ACL aclrtMemcpy(void *target, size_t capacity, const void *source, size_t nbytes
                      ID(source), nbytes, kind);
 }
 
-/* A stream copies neither from host to host nor memory of another device without peer access, which
- * acl_copy_find has checked. */
+/* A stream does not copy from host to host, and one end must be on the stream's device. acl_copy_find has checked
+ * the peer access. */
 static int check_stream(const acl_copy *copy, const sim_stream *stream) {
     int device = sim_stream_device(stream);
     if (acl_copy_kind(copy) == ACL_HOST_TO_HOST) {

@@ -1,4 +1,4 @@
-/* Memory of devices and pinned memory of the host: allocated, registered, asked about. */
+/* Device memory and pinned host memory: allocation, registration, queries. */
 #include <stdlib.h>
 
 #include "acl.h"
@@ -25,7 +25,7 @@ static int allocate(const char *name, void **out, size_t nbytes, int32_t policy,
     int code = acl_enter_device(&call, name, &device);
     code = ACL_CHECK(code, out);
     code = code ? code : check_size(nbytes);
-    /* Beside the policy, flags: low and high bandwidth, read-only. */
+    /* 0x101100: flags beside the policy, for low or high bandwidth and read-only memory. */
     if (!code && (policy < 0 || (policy & ~0x101100) > 7)) {
         code = sim_error(SIM_INVALID, "policy=0x%x", (unsigned)policy);
     }
@@ -39,7 +39,7 @@ static int allocate(const char *name, void **out, size_t nbytes, int32_t policy,
                      (unsigned long long)address, device);
 }
 
-/* 32 bytes more than were asked for: of whole pages, a page more. */
+/* Takes 32 bytes more than requested, so an allocation of whole pages takes another page. */
 ACL aclrtMalloc(void **out, size_t nbytes, int32_t policy) {
     return allocate(__func__, out, nbytes, policy, 32);
 }
@@ -82,12 +82,11 @@ static int pin(int device, void *pointer, uint64_t nbytes, int mapped) {
                          (unsigned long long)page);
     }
     int code = sim_memory_register(device, (uint64_t)(uintptr_t)pointer, nbytes, mapped);
-    /* The code of its own is younger. */
+    /* Before 8.5, this error had no code of its own. */
     return code == SIM_ALREADY_REGISTERED && KVSIM_CANN < 805 ? SIM_PARAM : code;
 }
 
-/* The device's own programs, which are not simulated, would know the memory by another address: one
- * that no call takes. */
+/* *device_pointer is the address for programs on the device, which are not simulated. No call accepts it. */
 ACL aclrtHostRegister(void *pointer, uint64_t nbytes, int32_t type, void **device_pointer) {
     sim_call call;
     int device;
@@ -129,7 +128,7 @@ static uint32_t location_id(const acl_place *place) {
     return place->device < 0 ? 0 : (uint32_t)place->device;
 }
 
-/* Before 8.5, pageable memory has no kind of its own: it counts as host memory. */
+/* Before 8.5, pageable memory is reported as host memory. */
 ACL aclrtPointerGetAttributes(const void *pointer, acl_pointer_attributes *attributes) {
     sim_call call;
     acl_place place;

@@ -43,7 +43,7 @@ static int destroy(const char *name, void *stream, int force) {
 ACL aclrtDestroyStream(void *stream) { return destroy(__func__, stream, 0); }
 ACL aclrtDestroyStreamForce(void *stream) { return destroy(__func__, stream, 1); }
 
-/* A fault "sync" here is the same as an error of the work: it is returned once all is done. */
+/* A fault "sync" acts like an error of the work: it is returned after all work is done. */
 static int synchronize(const char *name, void *handle, int32_t timeout) {
     sim_call call;
     sim_stream *stream;

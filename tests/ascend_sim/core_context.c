@@ -1,4 +1,4 @@
-/* Contexts: one is current in a thread; the primary one of a device is counted by its users. */
+/* Contexts: each thread has a current one. The primary context of a device counts its users. */
 #include <stdlib.h>
 
 #include "core.h"
@@ -8,7 +8,7 @@
 struct sim_context {
     void *handle;
     int device;
-    int uses; /* of the primary context: aclrtSetDevice less aclrtResetDevice; else 0 */
+    int uses; /* calls of aclrtSetDevice less aclrtResetDevice; 0 unless primary */
     sim_stream *default_stream;
     sim_context_failure *failure;
     sim_context *next;
@@ -17,7 +17,7 @@ struct sim_context {
 static sim_context *contexts;
 static sim_context *primaries[64];
 static unsigned char peer_access[64][64];
-static _Thread_local void *current; /* a handle: what it named may be gone */
+static _Thread_local void *current; /* a handle, as the context may have been destroyed */
 
 static int check_device(int device) {
     int num_devices = sim_settings_now().num_devices;
@@ -47,7 +47,7 @@ static sim_context *make(int device) {
     return context;
 }
 
-/* With the lock, which it gives up while the context's streams end. */
+/* Call with the lock held; releases it while the context's streams end. */
 static void destroy(sim_context *context, int force) {
     sim_context **link = &contexts;
     while (*link != context) {
@@ -184,7 +184,6 @@ int sim_context_wait(int timeout_ms) {
     return sim_streams_wait(context, timeout_ms);
 }
 
-/* change: 1 enables, -1 disables, 0 asks. Whether device may reach the peer, or a negative code. */
 int sim_peer_access(int device, int peer, int change) {
     int code = check_device(device);
     code = code ? code : check_device(peer);

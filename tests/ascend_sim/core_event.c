@@ -1,7 +1,7 @@
 /*
- * Events count their records; a wait refers to the latest record at the time of the wait. An event without a
- * record blocks a waiting stream (made by aclrtCreateEvent or aclrtCreateEventWithFlag) or has no effect
- * (made by aclrtCreateEventExWithFlag).
+ * Events number their records; a wait is for the latest record at the time of the wait. A wait for an event without
+ * a record blocks the stream if aclrtCreateEvent or aclrtCreateEventWithFlag created the event; it has no effect if
+ * aclrtCreateEventExWithFlag did.
  */
 #include <stdlib.h>
 
@@ -14,13 +14,13 @@ struct sim_event {
     sim_event_kind kind;
     uint32_t flags;
     unsigned references;
-    uint64_t num_recorded;  /* ordered */
-    uint64_t num_completed; /* the latest that was done */
-    uint64_t num_reset;     /* records up to here do not count any more */
+    uint64_t num_recorded;  /* records that were queued */
+    uint64_t num_completed; /* number of the latest completed record */
+    uint64_t num_reset;     /* records up to this number are ignored */
     int64_t completed_us;
     int waits_left;
-    sim_stream *stream; /* of the latest record, with a reference */
-    uint64_t aborts;    /* of that stream, at the record */
+    sim_stream *stream; /* of the latest record; holds a reference */
+    uint64_t aborts;    /* aborts of that stream before the record */
     sim_event *next;
 };
 
@@ -58,10 +58,11 @@ static int is_complete(const sim_event *event) {
     return has_record(event) && event->num_completed >= event->num_recorded;
 }
 
-/* Returns 1 if its stream was aborted since, or its context failed, so that it will never complete. */
 static int has_failed(const sim_event *event) {
     return event->stream && event->stream->failure->code;
 }
+
+/* Returns 1 if the latest record will never complete: its stream was aborted since, or its context failed. */
 static int is_lost(const sim_event *event) {
     return (event->stream && sim_stream_aborts(event->stream) != event->aborts) || has_failed(event);
 }
@@ -155,7 +156,7 @@ static int complete(void *argument, sim_stream *stream) {
 int sim_event_record(void *handle, sim_stream *stream, const sim_fault *fault) {
     sim_fault shown = *fault;
     if (shown.kind == SIM_FAULT_SYNC) {
-        shown.kind = SIM_FAULT_PARTIAL; /* the record is made: else who waits for it never ends */
+        shown.kind = SIM_FAULT_PARTIAL; /* the event is recorded, because a wait for it would never end */
     }
     sim_lock();
     sim_event *event;

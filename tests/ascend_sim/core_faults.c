@@ -1,4 +1,4 @@
-/* Faults that a test orders: which call of which function, and what happens to it. */
+/* Faults that a test requests: the function, which of its calls, and the effect. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,7 +8,7 @@
 
 typedef struct {
     char name[64];
-    int calls_left; /* 1: it is the next call; 0: the row is free */
+    int calls_left; /* up to the faulty one; 0: the row is free */
     sim_fault fault;
 } row;
 

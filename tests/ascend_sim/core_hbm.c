@@ -1,6 +1,6 @@
 /*
- * The amount of used memory of each device: by this process, or with KVSIM_DIR by all processes that share
- * the folder. Memory of a dead process is free again.
+ * The used memory of each device: by this process, or with KVSIM_DIR by all processes that share the folder. Memory
+ * of a dead process counts as free.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -23,7 +23,7 @@ typedef struct {
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static slot own_slots[NUM_SLOTS]; /* without KVSIM_DIR */
 
-/* The shared table, locked, or -1: there is none, or the test that made its folder is over. */
+/* Returns the locked table of KVSIM_DIR, or -1 without one: the variable is empty, or the folder was removed. */
 static int open_table(slot *slots) {
     char path[256];
     sim_settings settings = sim_settings_now();
@@ -77,7 +77,7 @@ int sim_hbm_change(int device, int64_t change, uint64_t limit, uint64_t *used) {
     slot *own = own_slot(slots, device, &total);
     int refused = change > 0 && total + (uint64_t)change > limit;
     if (!refused && change < 0 && own->nbytes < (uint64_t)-change) {
-        change = -(int64_t)own->nbytes; /* it was counted in the table of another folder */
+        change = -(int64_t)own->nbytes; /* KVSIM_DIR has changed since the memory was counted */
     }
     if (!refused) {
         own->nbytes += (uint64_t)change;

@@ -1,4 +1,4 @@
-/* Leaks at the end: they are counted here, and written to the log when the process ends. */
+/* Counts objects that still exist, and logs the counts at exit. */
 #include <stdio.h>
 #include <string.h>
 
@@ -32,11 +32,11 @@ const char *kvsim_leaks(void) {
 }
 
 void sim_leaks_note(const char *when) {
-    const char *left = kvsim_leaks() + 1; /* without its brackets */
+    const char *left = kvsim_leaks() + 1; /* without the braces */
     sim_note("leaks", "\"when\":\"%s\",%.*s", when, (int)strlen(left) - 1, left);
 }
 
-/* Not in a child of fork(): another thread of the parent may have held a lock. */
+/* Does nothing in a forked child, where a thread of the parent may have left a mutex locked. */
 __attribute__((destructor)) static void note_at_exit(void) {
     if (!sim_is_forked()) {
         sim_leaks_note("exit");

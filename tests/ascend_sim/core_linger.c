@@ -1,4 +1,4 @@
-/* Memory in use by what an abort did not end: AICPU goes on with what it has unfolded. */
+/* Memory that work uses after its abort: the AICPU completes batches that it has begun. */
 #include "core.h"
 #include "core_log.h"
 
@@ -11,7 +11,7 @@ typedef struct {
 } row;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static row rows[NUM_ROWS]; /* in turn: those of longest ago are over */
+static row rows[NUM_ROWS]; /* a ring: the oldest rows have expired */
 static unsigned next_row;
 
 void sim_linger(const void *view, uint64_t nbytes, int64_t until_us) {

@@ -1,4 +1,4 @@
-/* Every simulated call: its fault, its log line and the text of its error. */
+/* Common parts of every simulated call: its fault, its log line, and the text of its error. */
 #include "core_log.h"
 
 #include <fcntl.h>
@@ -53,7 +53,7 @@ int sim_log_open(const char *path) {
     return 0;
 }
 
-/* A line is a single write, so lines of processes that share the file do not mix. */
+/* Writes each line by one write(), so that lines of processes that share the file do not mix. */
 static void write_line(const char *call, const int *code, const char *fields, va_list arguments) {
     char line[4096];
     if (forked) {
@@ -151,7 +151,7 @@ int sim_error(int code, const char *text, ...) {
     char line[sizeof pending / 2];
     int used = snprintf(line, sizeof line, "ES%04d: ", code % 10000);
     vsnprintf(line + used, sizeof line - (size_t)used, text, arguments);
-    while (*pending && strlen(pending) + strlen(line) + 2 > sizeof pending) { /* the oldest lines go */
+    while (*pending && strlen(pending) + strlen(line) + 2 > sizeof pending) { /* drop the oldest line */
         const char *next = strchr(pending, '\n');
         memmove(pending, next ? next + 1 : "", next ? strlen(next) : 1);
     }

@@ -1,4 +1,4 @@
-/* The registry of device and pinned memory: who owns an address, and where its bytes really are. */
+/* The registry of device memory and pinned memory: the owner of each address, and the place of its bytes. */
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdlib.h>
@@ -14,13 +14,13 @@
 #define FILLED ((uint64_t)1 << 20)
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static sim_memory **memories; /* by address; they never overlap */
+static sim_memory **memories; /* ascending, disjoint */
 static size_t num_memories;
 static size_t capacity;
 static uint64_t next_serial = 1;
 static uint64_t num_removed;
 
-/* The index of the first memory that ends behind the address; mutex is held. */
+/* Returns the index of the first memory that ends after the address. Call with the mutex held. */
 static size_t first_behind(uint64_t address) {
     size_t low = 0;
     size_t high = num_memories;
@@ -59,7 +59,7 @@ static uint64_t round_up(uint64_t nbytes, uint64_t unit) {
     return (nbytes + unit - 1) / unit * unit;
 }
 
-/* Views that a test has taken stay: its arrays may outlive the memory, as its assertions do. */
+/* Leaves a view mapped that a test has taken: its arrays may outlive the memory. */
 static void destroy(sim_memory *memory) {
     if (memory->fd >= 0) {
         if (!memory->keep_view) {
@@ -84,7 +84,7 @@ static sim_memory *make_bytes(sim_memory_kind kind, int device, uint64_t nbytes)
         free(memory);
         return NULL;
     }
-    /* New memory is not zero on hardware; of large ones only the beginning, they may stay unused. */
+    /* Hardware does not zero new memory. Only the beginning is filled, because large memory may stay unused. */
     memset(view, 0xA5, nbytes < FILLED ? nbytes : FILLED);
     *memory = (sim_memory){.kind = kind, .device = device, .nbytes = nbytes, .view = view, .fd = fd};
     return memory;
@@ -158,7 +158,7 @@ void sim_memory_describe(uint64_t address, sim_traits traits) {
     if (memory) {
         memory->traits = traits;
     }
-    __atomic_add_fetch(&num_removed, 1, __ATOMIC_RELEASE); /* may be refused now */
+    __atomic_add_fetch(&num_removed, 1, __ATOMIC_RELEASE); /* the traits may forbid an access */
     pthread_mutex_unlock(&mutex);
 }
 
@@ -236,20 +236,21 @@ int sim_memory_register(int device, uint64_t address, uint64_t nbytes, int mappe
     return 0;
 }
 
-/* ---- what HCCL has mapped ---- */
+/* ---- host memory that HCCL has mapped ---- */
 
 typedef struct host_map {
     int device;
     uint64_t address;
     uint64_t nbytes;
     unsigned references;
-    int is_alone; /* the memory is known only by this mapping */
+    int is_alone; /* the mapping has registered the memory */
     struct host_map *next;
 } host_map;
 
 static host_map *maps;
 
-/* With mutex: the mapping that has all of the range; NULL, with *overlaps: one has a part. */
+/* Returns the mapping that contains the range, or NULL; sets *is_partial if a mapping only overlaps it. Call with the
+ * mutex held. */
 static host_map **find_map(int device, uint64_t address, uint64_t nbytes, int *is_partial) {
     *is_partial = 0;
     for (host_map **at = &maps; *at; at = &(*at)->next) {
@@ -266,7 +267,7 @@ static host_map **find_map(int device, uint64_t address, uint64_t nbytes, int *i
     return NULL;
 }
 
-/* With mutex. Whether the driver has no mapping there, and there is one memory or none. */
+/* Returns 1 if the range is unknown, or lies in one host memory that is not mapped. Call with the mutex held. */
 static int can_map(uint64_t address, uint64_t nbytes, int *is_alone) {
     size_t index = first_behind(address);
     *is_alone = !overlaps(index, address, nbytes);

@@ -1,4 +1,4 @@
-/* The settings: from the environment when the library is loaded, or from a test while it runs. */
+/* Settings: read from the environment when the library is loaded; a test may change them later. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
@@ -33,7 +33,7 @@ static int set_soc(const char *soc) {
     return -1;
 }
 
-/* All devices of the server; only those that the variable lists, in its order, are visible. */
+/* Only the devices in ASCEND_RT_VISIBLE_DEVICES are visible, in that order; without the variable, all are. */
 static int set_devices(int64_t count) {
     if (count > 64) {
         return -1;
@@ -50,7 +50,7 @@ static int set_devices(int64_t count) {
         char *end;
         long number = strtol(visible, &end, 10);
         if (end == visible || number < 0 || number >= count) {
-            break; /* what stands behind the first wrong number is not visible either */
+            break; /* the devices after the first invalid number are not visible, either */
         }
         settings.physical[settings.num_devices++] = (int)number;
         visible = *end == ',' ? end + 1 : end;
@@ -68,7 +68,7 @@ static int set_directory(const char *path) {
 
 static int set_number(const char *name, int64_t value) {
     if (value < 0 && strcmp(name, "super_pod_id")) {
-        return -1; /* outside of a super pod its number is negative */
+        return -1; /* only super_pod_id may be negative: outside of a super pod */
     }
     if (!strcmp(name, "devices")) {
         return set_devices(value);
@@ -165,7 +165,7 @@ sim_settings sim_settings_now(void) {
     return copy;
 }
 
-/* A wrong setting ends the program: a test that runs with another one proves nothing. */
+/* Aborts on an invalid setting, so that no test runs with the default instead. */
 __attribute__((constructor)) static void read_environment(void) {
     static const char *const ROWS[][3] = {
         {"soc", "KVSIM_SOC", "Ascend910B1"},

@@ -1,5 +1,4 @@
-/* Address space that no process can read: of device memory and of handles. Given out twice only where it was given
- * back for that. */
+/* Unreadable address space for device memory and handles. An address is reused only after sim_space_give. */
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -22,10 +21,10 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static chunk chunks[4096];
 static int num_chunks;
 static chunk handles;
-static uint64_t again, again_nbytes; /* what the next allocation of that size gets */
+static uint64_t again, again_nbytes; /* for the next allocation of that size */
 
-/* The kernel picks the place: fixed ones collide with the shadow memory of sanitizers. By system call,
- * so that ThreadSanitizer does not mark gigabytes of shadow for what is never read. */
+/* The kernel chooses the address, because fixed ones collide with the shadow memory of sanitizers. The system call
+ * bypasses ThreadSanitizer, which would mark gigabytes of shadow memory. */
 static uint64_t reserve(uint64_t nbytes) {
     long address = syscall(SYS_mmap, NULL, nbytes, PROT_NONE,
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -42,7 +41,7 @@ static uint64_t take(chunk *from, uint64_t nbytes, uint64_t alignment) {
 }
 
 uint64_t sim_space_take(uint64_t nbytes, uint64_t alignment) {
-    uint64_t with_guard = nbytes + alignment; /* one past the end belongs to no other */
+    uint64_t with_guard = nbytes + alignment; /* the address after the end belongs to no other memory */
     pthread_mutex_lock(&mutex);
     if (again && again_nbytes == nbytes) {
         uint64_t given = again;

@@ -1,4 +1,4 @@
-/* Streams: made, found by their handles, filled, waited for, aborted, destroyed. */
+/* Streams. */
 #include "core_stream.h"
 
 #include <signal.h>
@@ -7,13 +7,13 @@
 #include "core_log.h"
 
 #define MAX_STREAMS 1024
-#define FAST 0x3U /* fast launch, fast synchronization; others cannot be waited for, for one */
+#define FAST 0x3U /* ACL_STREAM_FAST_LAUNCH and _FAST_SYNC; the other flags are not simulated */
 
 static sim_stream *streams;
 static int num_streams;
-static sim_context_failure no_failure; /* of a stream whose context may be gone */
+static sim_context_failure no_failure; /* for streams whose context may be gone */
 
-/* With the lock. Signals of the program are not for threads that it does not know of. */
+/* Call with the lock held. Blocks all signals in the stream's thread, so that the program's own threads handle them. */
 static sim_stream *make(sim_context *context, int is_default) {
     sim_stream *stream = calloc(1, sizeof *stream);
     if (!stream || num_streams == MAX_STREAMS) {
@@ -79,7 +79,7 @@ int sim_stream_create(uint32_t flags, void **handle) {
     return 0;
 }
 
-/* With the lock. */
+/* Call with the lock held. */
 static int find(void *handle, sim_stream **found) {
     sim_context *context = sim_context_current();
     if (!context) {
@@ -158,7 +158,8 @@ int sim_stream_enqueue(sim_stream *stream, const sim_fault *fault, sim_work work
     return code;
 }
 
-/* With the lock. The first error since the last wait; a context that stops on failure keeps it. */
+/* Returns and clears the first error since the last wait. A failed context returns its error each time. Call with
+ * the lock held. */
 static int take_error(sim_stream *stream) {
     int code = stream->failure->code ? stream->failure->code : stream->error;
     stream->error = 0;
@@ -242,7 +243,7 @@ void sim_context_stop(const sim_context *context, int code) {
     for (sim_stream *stream = streams; stream; stream = stream->next) {
         if (stream->context == context) {
             dropped[num_dropped++] = sim_stream_empty(stream);
-            pthread_cond_broadcast(&stream->changed); /* what is slow or hangs ends, too */
+            pthread_cond_broadcast(&stream->changed); /* also ends delays and hangs */
         }
     }
     pthread_cond_broadcast(&sim_progress);
@@ -253,7 +254,7 @@ void sim_context_stop(const sim_context *context, int code) {
     sim_lock();
 }
 
-/* With the lock, which it gives up: returns when no operation runs or waits. */
+/* Drops queued operations and waits for the running one. Call with the lock held; releases it meanwhile. */
 static void stop(sim_stream *stream) {
     sim_operation *dropped = sim_stream_empty(stream);
     stream->is_stopping++;
@@ -312,7 +313,7 @@ int sim_stream_leave(void *handle) {
     return code;
 }
 
-/* With the lock, which it gives up: one that was left ends by itself. */
+/* Waits until the thread of a stream with `is_left` has unlinked it. Call with the lock held; releases it meanwhile. */
 static void await_end(sim_stream *stream, int force) {
     sim_stream_hold(stream);
     if (force) {
@@ -332,7 +333,7 @@ static void await_end(sim_stream *stream, int force) {
     sim_stream_drop(stream);
 }
 
-/* With the lock, which it gives up. Waits for the work unless force. */
+/* Destroys a stream, after its work unless `force`. Call with the lock held; releases it meanwhile. */
 static void end(sim_stream *stream, int force) {
     if (stream->is_left) {
         await_end(stream, force);

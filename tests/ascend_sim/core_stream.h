@@ -1,4 +1,4 @@
-/* The inside of a stream: the queue, and who waits for it. All under the lock. */
+/* The fields of a stream, and its queue. The lock guards all of them. */
 #ifndef KVSIM_CORE_STREAM_H
 #define KVSIM_CORE_STREAM_H
 
@@ -10,7 +10,7 @@ typedef struct sim_operation {
     void *argument;
     uint64_t nbytes;
     sim_fault fault;
-    uint64_t hangs; /* how often hangs were ended before it was queued */
+    uint64_t hangs; /* sim_num_hangs_ended when the operation was queued */
     struct sim_operation *next;
 } sim_operation;
 
@@ -21,32 +21,31 @@ struct sim_stream {
     int is_default;
     unsigned references;
     pthread_t thread;
-    pthread_cond_t changed; /* work came, or an abort */
+    pthread_cond_t changed; /* work was queued, or the stream aborted */
     sim_operation *first;
     sim_operation *last;
     uint64_t num_queued;
     uint64_t num_done;
     uint64_t aborts;
     int is_running;
-    int is_stopping; /* an abort waits for the running operation */
+    int is_stopping; /* number of aborts that wait for the running operation */
     int is_ending;
-    int is_left; /* destroyed, but its work goes on; its handle names nothing any more */
-    int error; /* first since the last wait */
+    int is_left; /* after sim_stream_leave: the handle is invalid, but the work continues */
+    int error;   /* the first one since the last wait */
     int has_failure_mode;
     sim_context_failure *failure; /* of its context */
     struct sim_stream *next;
 };
 
-/* Returns the number of calls of kvsim_hangs_end; with the lock. */
+/* The number of calls of kvsim_hangs_end. */
 extern uint64_t sim_num_hangs_ended;
-/* The thread of the stream. */
 void *sim_stream_thread(void *stream);
-/* Takes all that waits out of the queue; the caller disposes of it without the lock. */
+/* Empties the queue and returns its operations, for sim_operations_dispose after the lock is released. */
 sim_operation *sim_stream_empty(sim_stream *stream);
 void sim_operations_dispose(sim_operation *first);
-/* With the lock, which it gives up: nothing goes on in a context that stops on failure. */
+/* Fails the context with `code` and drops its queued work. Call with the lock held; releases it meanwhile. */
 void sim_context_stop(const sim_context *context, int code);
-/* With the lock, by the thread of a stream that was left, as the last it does. */
+/* The last call of the thread of a stream with `is_left`. Call with the lock held. */
 void sim_stream_forget(sim_stream *stream);
 
 #endif

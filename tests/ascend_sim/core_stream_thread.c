@@ -1,4 +1,4 @@
-/* The thread of a stream: does one operation after the other, as slowly as the settings say. */
+/* The thread of a stream: runs one operation after the other, for the duration given by latency and bandwidth. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -41,7 +41,7 @@ int sim_wait_until(pthread_cond_t *condition, int64_t deadline_us) {
     return pthread_cond_timedwait(condition, &sim_mutex, &at) == ETIMEDOUT;
 }
 
-/* With the lock. */
+/* Call with the lock held. */
 static int is_stopped(const sim_stream *stream) {
     return stream->is_stopping || stream->failure->code;
 }
@@ -64,7 +64,7 @@ int sim_stream_pause(sim_stream *stream, int64_t microseconds) {
     return stopped;
 }
 
-/* Returns 1 if the hang was stopped, and 0 if it was released. */
+/* Returns 1 after an abort or failure, and 0 after kvsim_hangs_end. */
 static int hang(sim_stream *stream, uint64_t ended) {
     sim_lock();
     while (!is_stopped(stream) && sim_num_hangs_ended == ended) {
@@ -89,13 +89,13 @@ int sim_stream_copy(sim_stream *stream, void *target, const void *source, uint64
 int64_t sim_duration_us(uint64_t nbytes) {
     sim_settings settings = sim_settings_now();
     if (!nbytes) {
-        return 0; /* markers */
+        return 0; /* events and host functions take no time */
     }
     double transfer = settings.bandwidth ? 1e6 * (double)nbytes / (double)settings.bandwidth : 0;
     return settings.latency_us + (int64_t)transfer;
 }
 
-/* Without the lock. The code that a synchronization shows. */
+/* Runs the operation and returns the code for the next synchronization. Call without the lock. */
 static int perform(sim_stream *stream, sim_operation *operation) {
     int64_t duration = sim_duration_us(operation->nbytes);
     if (operation->fault.kind == SIM_FAULT_HANG && hang(stream, operation->hangs)) {
@@ -131,7 +131,7 @@ void sim_operations_dispose(sim_operation *operation) {
     }
 }
 
-/* With the lock, which it gives up while the operation runs. */
+/* Call with the lock held; releases it while the operation runs. */
 static void run_first(sim_stream *stream) {
     sim_operation *operation = stream->first;
     stream->first = operation->next;
@@ -158,7 +158,7 @@ static void run_first(sim_stream *stream) {
 
 void *sim_stream_thread(void *argument) {
     sim_stream *stream = argument;
-    pthread_setname_np(pthread_self(), "kvsim-stream"); /* else it has that of who made the stream */
+    pthread_setname_np(pthread_self(), "kvsim-stream"); /* the default is the name of the creating thread */
     sim_lock();
     for (;;) {
         if (stream->first && !stream->is_stopping) {

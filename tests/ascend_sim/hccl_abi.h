@@ -1,7 +1,6 @@
 /*
- * The HCCL interface that the simulator answers to: declared here from the vendor's published
- * layouts, and not shared with the headers of the product under test, so that two readings of the
- * same facts check each other.
+ * The HCCL interface, declared here from the vendor's documents and not from the declarations of the
+ * library under test, so that two readings of the documents check each other.
  */
 #ifndef KVSIM_HCCL_ABI_H
 #define KVSIM_HCCL_ABI_H
@@ -75,7 +74,7 @@ typedef struct {
 #define HCCL_CONFIG_SIZE 300u
 #define HCCL_NOT_SET 0xffffffffu
 
-/* Version 5. Its size is not a multiple of 8, so the record starts as bytes. */
+/* Version 5 of the record. HCCL_CONFIG_SIZE bytes are valid, and the struct has padding after them. */
 typedef struct {
     struct {
         uint64_t size;

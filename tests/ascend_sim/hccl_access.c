@@ -1,4 +1,4 @@
-/* Access by descriptors of the other end's memory, and the remap after a recovered fault. */
+/* HcclEnableMemAccess, HcclDisableMemAccess, and HcclRemapRegistedMemory. */
 #include <string.h>
 
 #include "hccl_describe.h"
@@ -71,7 +71,7 @@ HcclResult HcclEnableMemAccess(HcclComm handle, HcclMemDesc *remoteDesc, HcclMem
                       code ? 0 : (unsigned long long)remoteMem->size);
 }
 
-/* The memory stays open for work in flight. */
+/* Leaves the memory open, because queued work may use it. */
 static HcclResult disable(hccl_call *call, HcclComm handle, const HcclMemDesc *desc)
 {
     comm *c;
@@ -98,7 +98,7 @@ HcclResult HcclDisableMemAccess(HcclComm handle, HcclMemDesc *remoteDesc)
     return hccl_leave(&call, code, "\"comm\":%llu", (unsigned long long)(uintptr_t)handle);
 }
 
-/* If a remap has an effect (over RDMA), each device range has to begin in a region of the communicator. */
+/* A remap changes nothing in the simulator. Each device range must begin in a region of the communicator. */
 static HcclResult remap_one(hccl_call *call, HcclComm handle, const HcclMem *mems, uint64_t num_mems)
 {
     comm *c;

@@ -1,4 +1,4 @@
-/* Put and get: checked when they are called, done on the stream's thread. */
+/* Put and get: the call checks the batch, and the stream's thread copies. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -6,7 +6,7 @@
 #include "hccl_sim.h"
 
 #define PIECE_BYTES (UINT64_C(1) << 20)
-#define ACL_CODES 100000 /* a fault of this or more is of ACL: it shows at synchronization */
+#define ACL_CODES 100000 /* fault codes from here on are of ACL, and returned by a synchronization */
 
 typedef struct {
     unsigned char *local;
@@ -18,9 +18,9 @@ typedef struct {
 typedef struct {
     comm *comm;
     int is_put, is_over;
-    int unfolds;       /* AICPU does it: an abort does not end what has begun */
-    int is_cut;        /* by an abort */
-    uint32_t num_done; /* pieces, before that */
+    int unfolds;       /* the AICPU runs the batch: an abort does not end it after its start */
+    int is_cut;        /* an abort came before the end */
+    uint32_t num_done; /* pieces copied before the abort */
     hccl_settings settings;
     int64_t retry_us;
     uint32_t num_pieces;
@@ -43,7 +43,7 @@ typedef struct {
 static int remote_is_gone(batch *b, sim_stream *stream)
 {
     if (sim_stream_pause(stream, b->retry_us))
-        return 0; /* aborted meanwhile */
+        return 0; /* the stream was aborted */
     pthread_mutex_lock(&hccl_mutex);
     b->comm->async_error = HCCL_E_REMOTE;
     pthread_mutex_unlock(&hccl_mutex);
@@ -91,7 +91,7 @@ static int run(void *argument, sim_stream *stream)
     batch *b = argument;
     int code = 0;
     if (b->unfolds && sim_duration_us(b->nbytes))
-        sim_note("unfolds", "\"name\":\"%s\"", b->comm->name); /* slowly */
+        sim_note("unfolds", "\"name\":\"%s\"", b->comm->name); /* takes time, so a test can abort it */
     if (b->unfolds && sim_stream_pause(stream, sim_duration_us(b->nbytes))) {
         b->is_cut = 1;
         return 0;
@@ -105,11 +105,11 @@ static int run(void *argument, sim_stream *stream)
         return 0;
     if (code)
         sim_note("transfer failed", "\"name\":\"%s\",\"code\":%d", b->comm->name, code);
-    end(b); /* before the synchronizing thread continues, and perhaps destroys */
+    end(b); /* before a synchronization returns, as the program may then destroy b->comm */
     return code;
 }
 
-/* Does the remaining work, late in the time that AICPU may take for it. */
+/* Copies the remaining pieces of an aborted batch, late in the time that the AICPU may take. */
 static void *finish_late(void *argument)
 {
     batch *b = argument;
@@ -228,7 +228,7 @@ static HcclResult find_stream(hccl_call *call, const request *r, const comm *c, 
                        device, c->device);
 }
 
-/* All of the request, or (issued one by one, and then refused) what comes before the bad one. */
+/* Checks the descriptors up to the first refused one. The earlier ones are issued nevertheless, except with aicpu. */
 static HcclResult gather(hccl_call *call, const request *r, comm *c, batch *b)
 {
     HcclResult code = HCCL_SUCCESS;
@@ -245,7 +245,7 @@ static HcclResult gather(hccl_call *call, const request *r, comm *c, batch *b)
     return code;
 }
 
-/* Half of the batch, and the code now, or at synchronization where it is one of ACL. */
+/* Applies a fault "partial": halves the batch, and refuses the call unless the code is of ACL. */
 static HcclResult cut(hccl_call *call, batch *b, sim_fault *fault)
 {
     *fault = call->call.fault;
@@ -289,7 +289,7 @@ static HcclResult issue(hccl_call *call, const request *r, char *name, batch **o
     return code;
 }
 
-/* The stream has no room left. */
+/* Blocks as for a full stream, while the setting says so. */
 static void block(const request *r)
 {
     if (!sim_settings_now().issue_blocks)
@@ -310,7 +310,7 @@ static HcclResult transfer(hccl_call *call, const request *r, uint64_t *nbytes, 
     pthread_mutex_unlock(&hccl_mutex);
     if (b) {
         *nbytes = b->nbytes;
-        const uint64_t waited = b->unfolds ? 0 : *nbytes; /* else it waits when it has begun */
+        const uint64_t waited = b->unfolds ? 0 : *nbytes; /* on the AICPU, `run` waits itself */
         const int refused = sim_stream_enqueue(stream, &fault, run, dispose, b, waited);
         if (refused && !code)
             code = hccl_refuse(call, HCCL_E_RUNTIME, "the stream refuses: %d", refused);

@@ -1,4 +1,4 @@
-/* A page of generations in a memfd: 0, or the number of the registration that has the slot. */
+/* The board: a memfd with a slot for each live registration, which has the generation of the registration, or 0. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <sys/mman.h>
@@ -12,7 +12,7 @@
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static _Atomic uint64_t *slots;
 static int memory_fd = -1;
-static uint64_t last_generation; /* hccl_mutex */
+static uint64_t last_generation; /* guarded by hccl_mutex */
 
 static void create(void)
 {

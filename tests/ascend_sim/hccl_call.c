@@ -50,7 +50,7 @@ static void read_environment_locked(void)
         const char *value = getenv(name);
         if (value && set_locked(settings[i].name, value)) {
             fprintf(stderr, "%s=%s is not a value that the simulator knows\n", name, value);
-            abort(); /* a test that runs with another one proves nothing */
+            abort(); /* so that no test runs with the default instead */
         }
     }
 }
@@ -116,7 +116,7 @@ HcclResult hccl_refuse(hccl_call *call, HcclResult code, const char *text, ...)
     sim_error(0, "%s: %s", call->call.name, call->reason);
     for (char *at = call->reason; *at; at++)
         if (*at == '"' || *at == '\\' || (unsigned char)*at < 0x20)
-            *at = '\''; /* it goes into JSON */
+            *at = '\''; /* the log is JSON */
     return code;
 }
 

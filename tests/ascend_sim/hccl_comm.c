@@ -6,7 +6,7 @@
 #include "hccl_sim.h"
 
 #define HANDLE_BASE UINT64_C(0x00c2000000000000)
-#define DRAIN_US 100000 /* until the disposal of aborted work has come through */
+#define DRAIN_US 100000 /* for the disposal of aborted work, which may follow the abort */
 
 static comm *comms;
 static uint64_t last_handle;
@@ -105,7 +105,7 @@ wire_region local_range(const comm *c, const region *r, const sim_memory *memory
                          .rank = (int32_t)c->rank};
 }
 
-/* ---- from the rank table to a communicator ---- */
+/* ---- initialization ---- */
 
 static HcclResult check_place(hccl_call *call, const rank_table *table, uint32_t rank, int device)
 {
@@ -174,8 +174,7 @@ static HcclResult make(hccl_call *call, const char *text, uint32_t rank, const v
     return code;
 }
 
-/* The library's initialization is not safe against itself: two at a time are a mistake, even where
- * they would pass. */
+/* Returns 0 while another thread initializes. The library is not thread-safe there, so the call is refused. */
 static int enter_initialization(void)
 {
     pthread_mutex_lock(&hccl_mutex);
@@ -211,11 +210,11 @@ HcclResult HcclCommInitClusterInfoMemConfig(const char *rankTable, uint32_t rank
                       code ? 0 : (unsigned long long)(uintptr_t)*comm_out);
 }
 
-/* ---- the end ---- */
+/* ---- destruction ---- */
 
 static int is_in_use(const comm *c) { return c->busy || c->transfers; }
 
-/* With hccl_mutex held: lets what was aborted a moment ago come through. */
+/* Waits a moment for aborted work. Call with hccl_mutex held. */
 static void drain(const comm *c)
 {
     struct timespec until;
@@ -261,12 +260,12 @@ static HcclResult destroy(hccl_call *call, HcclComm handle, char *name)
             return hccl_refuse(call, HCCL_E_PARA, "memory is bound to %s", name);
     drain(c);
     if (comm_find(call, handle, &c))
-        return HCCL_E_PARA; /* another thread was quicker */
+        return HCCL_E_PARA; /* another thread has destroyed the communicator */
     if (hccl_now_us() < c->lingers_until) {
         sim_note("violation", "\"what\":\"destroyed while AICPU goes on\",\"name\":\"%s\"", name);
         return hccl_refuse(call, HCCL_E_INTERNAL, "AICPU still uses %s", name);
     }
-    while (c->lingering) /* its time is over, but the simulator has not come to it */
+    while (c->lingering) /* the thread of finish_late is about to end */
         pthread_cond_wait(&hccl_changed, &hccl_mutex);
     if (is_in_use(c)) {
         sim_note("violation", "\"what\":\"destroyed while in use\",\"name\":\"%s\"", name);

@@ -2,7 +2,7 @@
 
 #include "hccl_sim.h"
 
-/* The library takes longer records too; the product sends this one, and anything else is a mistake. */
+/* Stricter than the library, which also accepts longer records: kvplan sends only this version. */
 HcclResult config_check(hccl_call *call, const void *record, HcclCommConfig5 *out)
 {
     memcpy(out, record, sizeof out->head);

@@ -1,4 +1,4 @@
-/* The content of an HcclMemDesc. */
+/* Descriptions: the content of an HcclMemDesc. */
 #ifndef KVSIM_HCCL_DESCRIBE_H
 #define KVSIM_HCCL_DESCRIBE_H
 
@@ -13,7 +13,7 @@ typedef struct {
 _Static_assert(sizeof(described) <= sizeof(HcclMemDesc), "a descriptor holds what is described");
 
 void describe(const comm *c, const wire_region *range, HcclMemDesc *out);
-/* owner: the rank whose memory it has to be. */
+/* Reads a description; refuses one that is not of memory of the rank `owner`. */
 HcclResult read_desc(hccl_call *call, const HcclMemDesc *desc, uint32_t owner, described *out);
 
 #endif

@@ -53,7 +53,7 @@ static int parse_hex(reader *r, unsigned *out)
     return 0;
 }
 
-/* Accepts only one UTF-16 unit other than NUL: names and addresses need no more. */
+/* Accepts \u escapes of a single UTF-16 unit except NUL: names and addresses need no others. */
 static int parse_escape(reader *r, char **to)
 {
     static const char from_letters[] = "\"\\/bfnrt", letters[] = "\"\\/\b\f\n\r\t";

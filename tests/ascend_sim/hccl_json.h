@@ -14,7 +14,7 @@ typedef struct json {
     size_t num_items;
 } json;
 
-/* 0, or -1 with a text in error. The value is given back with json_free, also after an error. */
+/* Returns 0, or -1 and an error text. The caller calls json_free in both cases. */
 int json_parse(const char *text, json *out, char *error, size_t error_size);
 void json_free(json *value);
 /* Returns the member, or NULL if it does not exist or the value is not an object. */

@@ -1,6 +1,6 @@
 /*
- * The network port of a device, for communicators over RDMA: its address, which may differ from the
- * documented one, and the port of its sockets, which only one process can use.
+ * The network port of a device, for communicators over RDMA: its address, which may differ from that in the
+ * rank table, and the port of its sockets, which only one process can use.
  */
 #include <errno.h>
 #include <stdio.h>
@@ -21,13 +21,12 @@ struct nic {
     unsigned uses;
 };
 
-static nic *nics; /* hccl_mutex */
+static nic *nics; /* guarded by hccl_mutex */
 
-/* HCCL reads these variables in this way. */
 HcclResult nic_check_environment(hccl_call *call)
 {
     const char *timeout = getenv("HCCL_CONNECT_TIMEOUT");
-    if (timeout && *timeout && /* whether an empty value is refused, nothing says */
+    if (timeout && *timeout && /* no document says whether HCCL refuses an empty value */
         (strspn(timeout, "0123456789") != strlen(timeout) || atoi(timeout) < 120 || atoi(timeout) > 7200))
         return hccl_refuse(call, HCCL_E_PARA, "HCCL_CONNECT_TIMEOUT is %s; it must be in [120, 7200]", timeout);
     const char *pcie = getenv("HCCL_INTRA_PCIE_ENABLE"), *roce = getenv("HCCL_INTRA_ROCE_ENABLE");
@@ -51,7 +50,7 @@ int nic_is_hccs(const comm *c)
                : strcmp(ranks[0].server_id, ranks[1].server_id) == 0;
 }
 
-/* Returns 1 if the device has the address now; without the setting, any address is accepted. */
+/* Returns 1 if KVSIM_DEVICE_IPS is empty, or has the rank's address at the place of its device. */
 static int has_address(const table_rank *rank)
 {
     sim_settings settings = sim_settings_now();

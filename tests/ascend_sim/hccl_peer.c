@@ -1,7 +1,7 @@
 /*
- * The other end of a communicator. Its memory is reached through the memfds that it names (opened
- * once, through /proc) or, where the program's own memory was registered, with process_vm_*. The
- * socket of the meeting stays open: when it breaks, the other end is gone.
+ * The other rank of a communicator. Its memory is accessed through its memfds, opened once through /proc, or
+ * by process_vm_* if the program had allocated the memory. The socket stays open, because its end
+ * shows that the other rank has gone.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -76,7 +76,7 @@ static HcclResult compare(hccl_call *call, const hello *mine, const hello *their
     return HCCL_SUCCESS;
 }
 
-/* Both ends report whether they accept the other's data. */
+/* Exchanges verdicts: each rank reports whether it accepts the other's data. */
 static HcclResult agree(hccl_call *call, int fd, HcclResult mine, int64_t deadline_us)
 {
     int32_t verdict = (int32_t)mine;
@@ -88,7 +88,7 @@ static HcclResult agree(hccl_call *call, int fd, HcclResult mine, int64_t deadli
     return mine;
 }
 
-/* HCCL_E_AGAIN: the other end went away before it was done; it may come again. */
+/* Returns HCCL_E_AGAIN if the other rank leaves too early; it may connect again. */
 static HcclResult greet(hccl_call *call, peer *p, const hello *mine, const wire_region *my_regions,
                         int64_t deadline_us, wire_region **regions, uint32_t *num_regions)
 {
@@ -123,7 +123,7 @@ HcclResult peer_meet(hccl_call *call, const comm *c, meet_kind kind, const wire_
                 .product = c->product, .tls = !nic_is_hccs(c) && settings.tls >> c->device & 1, .num_regions = num_mine, .pid = getpid(),
                 .board_fd = board_fd(), .board_bytes = 1 << 17};
     memcpy(me.name, c->name, sizeof me.name);
-    prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0); /* where Yama restricts process_vm_* */
+    prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0); /* Yama may restrict process_vm_* */
     for (;;) {
         peer *p = calloc(1, sizeof *p);
         if (!p)

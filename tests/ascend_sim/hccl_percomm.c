@@ -1,6 +1,6 @@
 /*
- * The older way, and the only one on 950: memory is registered for one communicator, descriptors of it
- * are exchanged, and what was received is enabled one by one.
+ * The older interface, and the only one on 950: a program registers memory for one communicator, exchanges
+ * its descriptors, and enables each received descriptor.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -121,7 +121,7 @@ static HcclResult deregister_memory(hccl_call *call, HcclComm handle, const Hccl
         if (--local->uses == 0) {
             if (--local->of->uses == 0)
                 region_drop(local->of);
-            local->of = NULL; /* the bytes stay mapped for what is under way */
+            local->of = NULL; /* queued work may use the bytes, so they stay mapped */
         }
         return HCCL_SUCCESS;
     }

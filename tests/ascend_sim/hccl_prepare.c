@@ -1,4 +1,4 @@
-/* The way of A2 and A3: registered memory is bound to communicators, which prepare meets at once. */
+/* The interface of A2 and A3: a program binds registered memory to communicators, and prepare exchanges all of it. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -42,7 +42,7 @@ static HcclResult bind_locked(hccl_call *call, HcclComm handle, void *memHandle)
     return HCCL_SUCCESS;
 }
 
-/* Prepared memory stays usable until it is deregistered. */
+/* Transfers may use prepared memory until its deregistration. */
 static HcclResult unbind_locked(hccl_call *call, HcclComm handle, void *memHandle)
 {
     comm *c;
@@ -89,7 +89,7 @@ HcclResult HcclCommUnbindMem(HcclComm comm_handle, void *memHandle)
 
 /* ---- prepare ---- */
 
-/* Returns the communicator for a blocking call that no other call may disturb. */
+/* Checks the arguments, and marks the communicator busy for a blocking call. */
 static HcclResult begin(hccl_call *call, HcclComm handle, const HcclPrepareConfig *config,
                         int timeout, comm **out)
 {
@@ -122,7 +122,7 @@ static HcclResult check_pages(hccl_call *call, const region *r, const sim_memory
                        "needs", (unsigned long long)r->address, (unsigned long long)page);
 }
 
-/* The vendor's maxima of what a device registers, and what its page tables hold. */
+/* Enforces the vendor's limits on the registered bytes of a device, and on host memory in its page tables. */
 static HcclResult check_totals(hccl_call *call, const comm *c)
 {
     const sim_settings settings = sim_settings_now();
@@ -138,7 +138,7 @@ static HcclResult check_totals(hccl_call *call, const comm *c)
     return HCCL_SUCCESS;
 }
 
-/* Memory of the host: HCCL maps it itself, once, until it is deregistered. */
+/* Maps host memory, as HCCL does at the first prepare. */
 static HcclResult map_host(hccl_call *call, region *r)
 {
     if (r->type != HCCL_MEM_HOST || r->mapped)
@@ -151,7 +151,7 @@ static HcclResult map_host(hccl_call *call, region *r)
     return HCCL_SUCCESS;
 }
 
-/* The data for the other end: over HCCS without host memory. */
+/* Stores the regions for the other rank in *told; over HCCS, those of host memory are not sent. */
 static HcclResult resolve_locals(hccl_call *call, comm *c, wire_region *told, uint32_t *num_told)
 {
     const int shared = nic_is_hccs(c);
@@ -209,7 +209,7 @@ static HcclResult meet(hccl_call *call, comm *c, int64_t deadline_us)
     return code;
 }
 
-/* Restores the earlier state, so that prepare can be repeated. */
+/* Undoes a failed prepare, which the program may repeat. */
 static void undo(comm *c)
 {
     for (size_t i = 0; i < c->num_locals; i++)

@@ -90,7 +90,7 @@ void region_drop(region *r)
     sim_memory *memory = sim_find_pages(r->address, r->nbytes);
     if (memory)
         sim_memory_release(memory);
-    else if (r->type == HCCL_MEM_DEVICE || r->mapped) /* otherwise the memory is unknown */
+    else if (r->type == HCCL_MEM_DEVICE || r->mapped) /* the core does not know other host memory */
         sim_note("violation", "\"what\":\"memory was freed before it was deregistered\","
                               "\"address\":%llu,\"nbytes\":%llu",
                  (unsigned long long)r->address, (unsigned long long)r->nbytes);
@@ -122,9 +122,9 @@ HcclResult region_resolve(hccl_call *call, int device, const region *r, sim_memo
     return HCCL_SUCCESS;
 }
 
-/* ---- the global set: not on 950 ---- */
+/* ---- HcclRegisterGlobalMem: not on 950 ---- */
 
-/* The device of this thread, in whose list the registration is. */
+/* Stores the thread's device, which global registrations belong to. */
 static HcclResult check_here(hccl_call *call, int *device)
 {
     if (sim_settings_now().product == SIM_950)

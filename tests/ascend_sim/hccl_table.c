@@ -1,6 +1,6 @@
 /*
- * Stricter than the library: fields that it would not look at are refused, since the tables that
- * come here are generated and a field of another name is a mistake.
+ * Stricter than the library: refuses fields that the library ignores, because kvplan generates the tables, and so an
+ * unknown field is a bug.
  */
 #include "hccl_table.h"
 
@@ -19,7 +19,7 @@ typedef struct {
     rank_table *table;
     sim_product product;
     int version; /* 10, 12 */
-    unsigned seen; /* a bit for each rank */
+    unsigned seen; /* a bit for each rank_id */
     char *error;
     size_t error_size;
 } reader;
@@ -54,7 +54,7 @@ static int check_keys(reader *r, const json *object, const char *where, const ch
     return 0;
 }
 
-/* A string of 1 to `size` - 1 characters. NULL: optional and not there. */
+/* Reads a string of 1 to `size` - 1 characters. A field that is not `required` may be missing. */
 static int read_text(reader *r, const json *object, const char *key, int required, char *out,
                      size_t size)
 {
@@ -203,7 +203,7 @@ static int read_super_pods(reader *r, const json *root)
     return 0;
 }
 
-/* Checks the ranks together. */
+/* Checks constraints between the ranks. */
 static int check_ranks(reader *r)
 {
     const table_rank *first = &r->table->ranks[0], *second = &r->table->ranks[1];

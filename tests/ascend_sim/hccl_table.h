@@ -13,7 +13,7 @@ typedef struct {
     char super_pod_id[65];
     char device_ip[46];
     uint32_t device_id; /* physical */
-    uint32_t device_port; /* 0: not given */
+    uint32_t device_port; /* 0: not in the table */
     uint32_t super_device_id;
 } table_rank;
 
@@ -21,13 +21,12 @@ typedef struct {
     table_rank ranks[TABLE_RANKS];
     uint32_t num_servers;
     int super_pods;
-    uint64_t hash; /* of the text: both ends must have the same */
+    uint64_t hash; /* of the text, which must be the same at both ranks */
 } rank_table;
 
-/* 0, or -1 with a text that names the field. */
+/* Returns 0, or -1 and an error text that names the field. */
 int table_parse(const char *text, sim_product product, rank_table *out, char *error,
                 size_t error_size);
-/* Returns a hash of any bytes. */
 uint64_t table_hash(const void *bytes, size_t nbytes);
 
 #endif

@@ -1,6 +1,6 @@
 /*
- * The two ranks of a communicator find each other by an abstract socket that is named after the communicator:
- * rank 0 listens, and rank 1 connects. They may be in one process or in two.
+ * Sockets with a deadline. The two ranks, in one process or two, meet at an abstract socket with the name of the
+ * communicator: rank 0 listens, and rank 1 connects.
  */
 #include <errno.h>
 #include <poll.h>
@@ -56,7 +56,7 @@ static int accept_one(int listener, int64_t deadline_us)
     return -1;
 }
 
-/* The name may still be taken by an earlier attempt that is about to give up. */
+/* Waits for the address, which an earlier attempt may still use. */
 static int listen_and_accept(const struct sockaddr_un *address, socklen_t size, int64_t deadline_us)
 {
     const int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);

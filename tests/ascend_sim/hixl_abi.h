@@ -1,7 +1,7 @@
 /*
- * The client/server interface of HIXL that the simulator answers to (cs/hixl_cs.h of 9.1): declared here
- * from the vendor's published layouts, and not shared with the headers of the product under test, so
- * that two readings of the same facts check each other.
+ * The client/server interface of HIXL (cs/hixl_cs.h of 9.1), declared here from the vendor's documents and
+ * not from the declarations of the library under test, so that two readings of the documents check each
+ * other.
  */
 #ifndef KVSIM_HIXL_ABI_H
 #define KVSIM_HIXL_ABI_H

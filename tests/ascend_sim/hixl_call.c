@@ -1,4 +1,4 @@
-/* Functions that servers and clients of HIXL share: calls, registrations, endpoints. */
+/* Common code of servers and clients of HIXL: calls, registrations, endpoints. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>

@@ -1,5 +1,5 @@
-/* Clients: a thread each, which does the batches in order. A batch whose server is gone, or has unregistered the
- * memory, never ends: with endpoints of devices, 9.1 tells no error. */
+/* Clients: each has a thread, which copies its batches in order. A batch never ends after its server has gone or has
+ * unregistered the memory, because 9.1 reports no error for endpoints of devices. */
 #include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -44,10 +44,10 @@ typedef struct client {
     uint32_t port;
     registration memories[HIXL_MAX_MEMORIES];
     wire_memory *remotes;
-    int *files; /* of `remotes` */
+    int *files; /* the memfd of each of `remotes` */
     uint64_t num_remotes;
     const _Atomic uint64_t *board;
-    uint64_t *lives; /* what the board had */
+    uint64_t *lives; /* handle of each of `remotes`, from the board */
     batch *batches;
     unsigned num_batches;
     pthread_cond_t changed;
@@ -147,7 +147,7 @@ static int copy(const client *c, const piece *p, int is_put)
     return 0;
 }
 
-/* With hixl_mutex held. Whether the client was destroyed meanwhile. */
+/* Returns 1 if the client was destroyed meanwhile. Call with hixl_mutex held; releases it while it sleeps. */
 static int pause_for(client *c, int64_t microseconds)
 {
     const int64_t until = hixl_now_us() + microseconds;
@@ -165,7 +165,7 @@ static void do_batch(client *c, batch *b)
         return;
     int stuck = 0;
     pthread_mutex_unlock(&hixl_mutex);
-    /* The order within a batch is not promised: from the end. */
+    /* From the end, because the order inside a batch is unspecified. */
     for (; b->num_done < b->num_pieces && !stuck; b->num_done += !stuck)
         stuck = copy(c, &b->pieces[b->num_pieces - 1 - b->num_done], b->is_put);
     pthread_mutex_lock(&hixl_mutex);
@@ -184,13 +184,13 @@ static void *work(void *argument)
         if (b)
             do_batch(c, b);
         if (!c->is_stopped && (!b || b->status == HIXL_COMPLETE_STATUS_WAITING))
-            pthread_cond_wait(&c->changed, &hixl_mutex); /* for another batch, or, if stuck, for the end */
+            pthread_cond_wait(&c->changed, &hixl_mutex); /* for a batch, or after a stuck one for the end */
     }
     pthread_mutex_unlock(&hixl_mutex);
     return NULL;
 }
 
-/* ---- connecting ---- */
+/* ---- connections ---- */
 
 static int dial(const client *c, uint32_t timeout_ms)
 {
@@ -310,7 +310,7 @@ static HixlStatus resolve(hixl_call *call, const client *c, const HixlOneSideOpD
     return HIXL_SUCCESS;
 }
 
-/* Pending operations continue for a while: kernels of the AICPU outlive the abort of their stream. */
+/* Records that pending operations continue: kernels of the AICPU outlive the abort of their stream. */
 static void linger(batch *b, int64_t microseconds)
 {
     for (uint32_t i = b->num_done; b->status == HIXL_COMPLETE_STATUS_WAITING && i < b->num_pieces; i++) {
@@ -319,7 +319,7 @@ static void linger(batch *b, int64_t microseconds)
     }
 }
 
-/* With hixl_mutex held. */
+/* Call with hixl_mutex held. */
 static HixlStatus issue(hixl_call *call, void *handle, int is_put, uint32_t num, const HixlOneSideOpDesc *list,
                         void **out)
 {
@@ -349,7 +349,7 @@ static HixlStatus issue(hixl_call *call, void *handle, int is_put, uint32_t num,
         at = &(*at)->next;
     *at = b;
     c->num_batches++;
-    if (b->fault.kind == SIM_FAULT_PARTIAL) { /* as if the second of its kernels could not be launched */
+    if (b->fault.kind == SIM_FAULT_PARTIAL) { /* as if the launch of its second kernel failed */
         b->num_pieces = (num + 1) / 2;
         linger(b, HIXL_UNSTOPPED_US);
         return hixl_refuse(call, (HixlStatus)b->fault.code, "%u of %u descriptors were launched", b->num_pieces, num);
@@ -385,7 +385,7 @@ HixlStatus HixlCSClientBatchGetAsync(void *handle, uint32_t num, const HixlOneSi
 }
 
 #if KVSIM_CANN >= 901
-/* kvplan does not call it, but 9.0 lacks it. */
+/* kvplan only looks this name up, to tell 9.1 from 9.0. */
 HixlStatus HixlCSClientBatchPutSync(void *handle, uint32_t num, const HixlOneSideOpDesc *list, uint32_t timeout_ms)
 {
     hixl_call call;
@@ -421,7 +421,7 @@ HixlStatus HixlCSClientQueryCompleteStatus(void *handle, void *queried, int32_t 
     return hixl_leave(&call, code, "\"status\":%d", code ? -1 : *status);
 }
 
-/* ---- the end ---- */
+/* ---- destruction ---- */
 
 HixlStatus HixlCSClientDestroy(void *handle)
 {

@@ -1,4 +1,4 @@
-/* Servers: a TCP port, at which clients learn which memory there is. Anyone may connect. */
+/* Servers: each sends the list of its memory to clients at a TCP port, without authentication. */
 #include <arpa/inet.h>
 #include <errno.h>
 #include <poll.h>
@@ -24,7 +24,7 @@ typedef struct server {
     uint32_t port;
     EndpointDesc endpoints[16];
     registration memories[HIXL_MAX_MEMORIES];
-    _Atomic uint64_t *board; /* by registration: its handle, or 0 */
+    _Atomic uint64_t *board; /* the handle of each registration, or 0 */
     int clients[MAX_CLIENTS];
     pthread_t thread;
 } server;
@@ -139,7 +139,7 @@ static socklen_t address_of(const server *s, struct sockaddr_storage *out)
     return sizeof *v6;
 }
 
-/* With hixl_mutex held. */
+/* Call with hixl_mutex held. */
 static void answer(server *s, int fd, const wire_request *request)
 {
     static wire_memory told[HIXL_MAX_MEMORIES];

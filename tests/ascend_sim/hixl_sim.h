@@ -1,6 +1,6 @@
 /*
- * The inside of the HIXL simulator: servers, which tell clients where the bytes of their memory are, and
- * clients, which copy. One mutex, hixl_mutex, guards all lists; it is not held across a wait or a copy.
+ * Internal declarations of the HIXL simulator: servers, which send clients the places of their memory, and
+ * clients, which copy. hixl_mutex guards all lists; no thread holds hixl_mutex while it sleeps or copies.
  */
 #ifndef KVSIM_HIXL_SIM_H
 #define KVSIM_HIXL_SIM_H
@@ -11,15 +11,16 @@
 #include "sim.h"
 
 #define HIXL_MAX_MEMORIES 1024
-#define HIXL_LINGER_US 100000 /* that operations go on after their client was destroyed */
-#define HIXL_UNSTOPPED_US 60000000 /* that they go on without that */
+#define HIXL_LINGER_US 100000      /* operations continue after the end of their client */
+#define HIXL_UNSTOPPED_US 60000000 /* operations of a call that failed in the middle continue */
 
 typedef struct {
     sim_call call;
     char reason[300];
 } hixl_call;
 
-/* 0, or what the call has to return (after hixl_leave). `device`: of the thread; NULL: it needs none. */
+/* Begins a call. Returns 0, or the code that the call must return after hixl_leave. *device is that of the thread;
+ * NULL for calls that need none. */
 HixlStatus hixl_enter(hixl_call *call, const char *name, int *device);
 HixlStatus hixl_leave(hixl_call *call, HixlStatus code, const char *fields, ...) SIM_PRINTF(3, 4);
 HixlStatus hixl_refuse(hixl_call *call, HixlStatus code, const char *text, ...) SIM_PRINTF(3, 4);
@@ -27,7 +28,7 @@ int64_t hixl_now_us(void);
 
 extern pthread_mutex_t hixl_mutex;
 
-/* A range as a server sends it: the bytes are those of its memfd from the offset on. */
+/* A registration, as a server sends it. Its bytes begin at fd_offset of the server's memfd. */
 typedef struct {
     uint64_t address, nbytes, fd_offset, slot;
     int32_t fd, unused;
@@ -46,18 +47,17 @@ typedef struct {
 
 #define HIXL_MAGIC 0x6b767368u
 
-/* A registration: of a server, or of a client. */
 typedef struct {
     uint64_t handle; /* 0: free */
     uint64_t address, nbytes;
     sim_memory *memory;
 } registration;
 
-/* With hixl_mutex held. Registers device memory; the same range again is another registration. */
+/* Registers device memory; each call makes another registration. Call with hixl_mutex held. */
 HixlStatus hixl_register(hixl_call *call, registration *all, int device, const CommMem *mem, void **handle);
 HixlStatus hixl_unregister(hixl_call *call, registration *all, void *handle, int *index);
 void hixl_unregister_all(registration *all);
-/* 0, or -1 for an endpoint that is not on a device, or not on `device` (-1: any). */
+/* Returns -1 unless the endpoint is on `device`; -1: on any device. */
 int hixl_check_endpoint(const EndpointDesc *endpoint, int device);
 int hixl_is_same_endpoint(const EndpointDesc *a, const EndpointDesc *b);
 

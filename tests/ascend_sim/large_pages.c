@@ -1,6 +1,6 @@
 /*
- * Preloaded (LD_PRELOAD): a process whose kernel has pages of 64 KiB, as aarch64 kernels may have. Sizes that
- * a program asks for are those, and what it maps begins with one.
+ * A library for LD_PRELOAD. It gives a process pages of 64 KiB, as kernels of aarch64 may have: the page size is
+ * reported as 64 KiB, and mappings begin at multiples of it.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -25,7 +25,7 @@ static void *map(void *address, size_t nbytes, int protection, int flags, int fd
     return (void *)syscall(SYS_mmap, address, nbytes, protection, flags, fd, offset);
 }
 
-/* Elsewhere first, with room to begin later; then in the middle of that. */
+/* Reserves a page more, and maps at the first multiple of 64 KiB in that range. */
 void *mmap(void *address, size_t nbytes, int protection, int flags, int fd, off_t offset) {
     if (address || !nbytes) {
         return map(address, nbytes, protection, flags, fd, offset);

@@ -1,4 +1,4 @@
-/* A library that is broken in the way that BROKEN says: as soon as it is loaded, or of an old UCX. */
+/* A library that is broken as BROKEN says: it aborts or hangs when it is loaded, or is an old UCX. */
 #include <stdlib.h>
 #include <unistd.h>
 

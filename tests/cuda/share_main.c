@@ -1,4 +1,4 @@
-/* Checks of memory that was mapped and cannot be noted. */
+/* Checks that imported memory is released if its record cannot be stored. */
 #include "cuda/share.c"
 
 #include <errno.h>

@@ -1,7 +1,7 @@
 /*
- * Batch copies: one operation of the stream, inside of which the order is unspecified: here it is shuffled.
- * Nothing is issued when a copy is refused. Copies of one batch that depend on each other are a violation, and so is
- * a batch larger than drivers were seen to survive: 580.159 crashes or hangs at 51,828 copies.
+ * Batch copies: a batch is one operation of the stream. The order inside is unspecified, so the simulator shuffles the
+ * copies. If a copy is refused, nothing is issued. Copies of one batch that depend on each other are a violation, and
+ * so is a batch above limits that drivers have survived: 580.159 crashes or hangs at 51,828 copies.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -20,7 +20,7 @@ typedef struct {
 
 typedef struct {
     int order; /* 1 in the order of the stream, 2 during the call, 3 at any time */
-    location source, target; /* hints, for memory that moves */
+    location source, target; /* hints for managed memory */
     unsigned flags;
 } attributes; /* CUmemcpyAttributes */
 
@@ -30,7 +30,7 @@ typedef struct {
     const size_t *sizes;
     size_t count;
     const attributes *attributes;
-    const size_t *firsts; /* of each of the attributes */
+    const size_t *firsts; /* the first copy that each attribute applies to */
     size_t num_attributes;
     size_t refused;
 } batch;
@@ -78,7 +78,7 @@ static int by_target(const void *left, const void *right) {
     return (a > b) - (a < b);
 }
 
-/* The copies sorted by their targets. Whether any target overlaps a target, or a source of another copy. */
+/* Returns 1 if any target overlaps another target, or any source. The copies are sorted by target. */
 static int has_dependent(const cuda_copy *copies, size_t count) {
     for (size_t i = 0; i + 1 < count; i++) {
         if (copies[i].target.address + copies[i].nbytes > copies[i + 1].target.address) {
@@ -87,7 +87,7 @@ static int has_dependent(const cuda_copy *copies, size_t count) {
     }
     for (size_t i = 0; i < count; i++) {
         uint64_t start = copies[i].source.address;
-        size_t low = 0, high = count; /* the first target that ends behind the source's start */
+        size_t low = 0, high = count; /* search for the first target that ends after the source's start */
         while (low < high) {
             size_t middle = (low + high) / 2;
             if (copies[middle].target.address + copies[middle].nbytes <= start) {
@@ -120,7 +120,7 @@ static void shuffle(cuda_copy *copies, size_t count) {
     pthread_mutex_unlock(&mutex);
 }
 
-/* Finds the copies until one is refused, whose index is stored. */
+/* Finds the copies up to the first refused one, and stores the index of that copy. */
 static int find_all(const cuda_context *context, batch *all, cuda_copy *copies, size_t *num_found) {
     int code = 0;
     for (*num_found = 0; *num_found < all->count; ++*num_found) {
@@ -200,7 +200,7 @@ CUDA cuMemcpyBatchAsync(cuda_address *targets, cuda_address *sources, size_t *si
 
 #if KVSIM_CUDA >= 13000
 
-/* This version does not report which copy was refused. */
+/* Unlike the older call, does not report the refused copy. */
 CUDA cuMemcpyBatchAsync_v2(const cuda_address *targets, const cuda_address *sources,
                            const size_t *sizes, size_t count, attributes *attrs, size_t *firsts,
                            size_t num_attributes, void *handle) {

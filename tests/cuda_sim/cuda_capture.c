@@ -1,5 +1,5 @@
-/* Streams that are captured into graphs, and what that forbids. Nothing is kept of what is captured: a program
- * here begins a capture, and ends it. */
+/* Capture of streams into graphs, and the calls that a capture forbids. No captured work is stored, and no graph can be
+ * launched. */
 #include <string.h>
 
 #include "cuda_sim.h"
@@ -27,10 +27,10 @@ static capture captures[MANY];
 static struct {
     void *event; /* NULL: a free row */
     void *stream;
-} events[MANY]; /* that were last recorded on a captured stream */
-static void *blocking[MANY]; /* streams that are ordered with the default one */
+} events[MANY]; /* whose latest record is on a captured stream */
+static void *blocking[MANY]; /* streams ordered with the default stream */
 
-/* With the mutex; NULL where the stream is not captured. */
+/* Returns NULL if the stream is not captured. Call with the mutex held. */
 static capture *find(const void *stream) {
     for (size_t i = 0; stream && i < MANY; i++) {
         if (captures[i].stream == stream) {
@@ -42,7 +42,7 @@ static capture *find(const void *stream) {
 
 static int is_legacy(const void *stream) { return (uintptr_t)stream <= 1; }
 
-/* With the mutex: one of a stream that the default one of the context is ordered with. */
+/* Finds a capture of a stream that is ordered with the context's default stream. Call with the mutex held. */
 static capture *find_implicit(const void *context) {
     for (size_t i = 0; i < MANY; i++) {
         for (size_t j = 0; captures[i].stream && captures[i].context == context && j < MANY; j++) {
@@ -92,7 +92,7 @@ int cuda_capture_check_stream(const cuda_context *context, void *stream) {
     return sim_error(is_legacy(stream) ? CAPTURE_IMPLICIT : CAPTURE_UNSUPPORTED, "%p is captured", stream);
 }
 
-/* With the mutex: its row, of no event a free one. */
+/* Returns the row of the event, or MANY; for NULL, a free row. Call with the mutex held. */
 static size_t row_of(const void *event) {
     size_t row = 0;
     while (row < MANY && events[row].event != event) {
@@ -135,7 +135,7 @@ int cuda_capture_check_wait(void *stream, void *event) {
         its->is_spoilt = 1;
     }
     if (other && crosses) {
-        other->is_spoilt = 1; /* a stream that joins it, which is never joined again: it cannot end */
+        other->is_spoilt = 1; /* the waiting stream would join this capture, but never be joined to its origin */
     }
     pthread_mutex_unlock(&mutex);
     if (!crosses) {
@@ -163,7 +163,7 @@ CUDA cuStreamBeginCapture_v2(void *stream, int mode) {
         pthread_mutex_lock(&mutex);
         size_t row = 0;
         while (captures[row].stream) {
-            row++; /* as many as there are tests at one time */
+            row++; /* never full: a test captures few streams */
         }
         captures[row] = (capture){stream, context->handle, mode, 0, pthread_self()};
         pthread_mutex_unlock(&mutex);
@@ -186,7 +186,7 @@ CUDA cuStreamEndCapture(void *stream, void **graph) {
             code = CAPTURE_WRONG_THREAD;
         } else {
             code = it->is_spoilt ? CAPTURE_INVALIDATED : 0;
-            *graph = code ? NULL : stream; /* some handle */
+            *graph = code ? NULL : stream; /* any handle */
             memset(it, 0, sizeof *it);
         }
         pthread_mutex_unlock(&mutex);
@@ -195,7 +195,7 @@ CUDA cuStreamEndCapture(void *stream, void **graph) {
     return cuda_leave(&call, code, "\"stream\":%llu", ID(stream));
 }
 
-/* Spoils nothing. */
+/* Asking does not spoil the capture. */
 CUDA cuStreamIsCapturing(void *stream, int *status) {
     sim_call call;
     cuda_context *context;

@@ -1,4 +1,4 @@
-/* Contexts: the primary one of a device is counted by its users; a thread has a stack of them. */
+/* Contexts: each thread has a stack of them. The primary context of a device counts its users. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -26,10 +26,10 @@ static _Thread_local int depth;
 
 static void *top(void) { return depth ? stack[depth - 1] : NULL; }
 
-/* The core, which makes streams and events, has the same current one. */
+/* Makes the top of the stack current in the core, which creates streams and events. */
 static void tell_core(void) {
     if (sim_context_set(top())) {
-        sim_context_set(NULL); /* it is gone */
+        sim_context_set(NULL); /* the context was destroyed */
     }
 }
 
@@ -47,7 +47,7 @@ static void pop(void) {
     tell_core();
 }
 
-/* With the mutex: also one that is gone. */
+/* Finds living and destroyed contexts. Call with the mutex held. */
 static cuda_context *row_of(const void *handle) {
     cuda_context *context = contexts;
     while (context && context->handle != handle) {
@@ -78,7 +78,7 @@ int cuda_enter_context(sim_call *call, const char *name, cuda_context **context)
     int code = cuda_enter(call, name);
     *context = NULL;
     if (code && call->fault.kind == SIM_FAULT_CODE && cuda_is_sticky(code) && top()) {
-        sim_context_fail(top(), code); /* such an error is never one of the call alone */
+        sim_context_fail(top(), code); /* an error of this kind is the context's, not only the call's */
     }
     if (code) {
         return code;
@@ -96,7 +96,7 @@ int cuda_enter_context(sim_call *call, const char *name, cuda_context **context)
     return code ? sim_error(code, "%s: the context was lost before", name) : 0;
 }
 
-/* With the mutex. */
+/* Call with the mutex held. */
 static cuda_context *make(int device, int is_primary) {
     cuda_context *context = calloc(1, sizeof *context);
     if (!context || sim_context_create(device, &context->handle)) {
@@ -123,7 +123,7 @@ static void free_memory(const cuda_context *context, int is_lost) {
     }
 }
 
-/* Without the mutex; the row says already that it is gone. */
+/* Destroys a context with `is_gone`. Call without the mutex. */
 static void end(cuda_context *context) {
     int is_lost = sim_context_failed(context->handle) != 0;
     int num_streams = sim_context_streams(context->handle);

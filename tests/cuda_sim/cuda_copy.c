@@ -1,4 +1,4 @@
-/* Copies and memset: what the ends are, and how the bytes move. */
+/* Copies and memset: finds the memory of source and target, and moves the bytes. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -28,7 +28,7 @@ void cuda_copy_release(cuda_copy *copy) {
 
 typedef struct {
     const cuda_context *context;
-    unsigned char *staged; /* of the one copy, whose source is pageable */
+    unsigned char *staged; /* content of the pageable source of a single copy, or NULL */
     int64_t lag_us;
     size_t count;
     cuda_copy copies[];
@@ -93,7 +93,7 @@ static batch *batch_of(const cuda_context *context, const cuda_copy *copies, siz
     return work;
 }
 
-/* Pageable memory is read by the host, into memory of the driver's own. */
+/* Reads a pageable source into memory of the driver. */
 static void stage(batch *work) {
     const cuda_copy *copy = work->copies;
     work->staged = malloc(copy->nbytes);
@@ -110,7 +110,7 @@ int cuda_copies_enqueue(const cuda_context *context, sim_stream *stream, const s
     return sim_stream_enqueue(stream, fault, run, dispose, work, nbytes);
 }
 
-/* A copy in the default stream, which waits for it. From pageable memory it need not be over then. */
+/* Copies in the default stream and waits. With KVSIM_CUDA_STAGED_US, does not wait for a copy from pageable memory. */
 static int copy_now(const sim_call *call, const cuda_context *context, uint64_t target,
                     uint64_t source, size_t nbytes) {
     cuda_copy copy;
@@ -170,7 +170,7 @@ CUDA cuMemcpyDtoH_v2(void *target, cuda_address source, size_t nbytes) {
                       nbytes);
 }
 
-/* Pageable memory is read before the call returns; what is copied to it is there by then. */
+/* Reads a pageable source before the return, and waits for a copy to a pageable target. */
 static int copy_on(const sim_call *call, const cuda_context *context, sim_stream *stream,
                    cuda_copy *copy) {
     uint64_t nbytes;

@@ -1,4 +1,4 @@
-/* Names and texts of errors, and which of them a context does not survive. */
+/* Names and texts of errors, and the errors that make a context unusable. */
 #include "cuda_sim.h"
 
 CUDA cuGetErrorName(int error, const char **name);

@@ -1,6 +1,6 @@
 /*
- * Handles of memory that has no address: made, released, and shared with other processes as a memfd, whose name
- * says which device it is of.
+ * Handles of memory without an address: creation, release, and export to other processes as a memfd. The name of the
+ * memfd has the device and the types of handles.
  */
 #include <fcntl.h>
 #include <stdio.h>
@@ -13,7 +13,7 @@
 #include "cuda_virtual.h"
 
 typedef struct {
-    int type; /* 1 pinned */
+    int type; /* 1: CU_MEM_ALLOCATION_TYPE_PINNED */
     int handle_types;
     location where;
     void *windows;
@@ -51,7 +51,7 @@ void *cuda_grown(size_t nbytes) {
     return made;
 }
 
-/* ---- making and releasing ---- */
+/* ---- creation and release ---- */
 
 static int check_properties(const allocation *wanted, int *device) {
     static const unsigned char ZEROS[4];
@@ -125,7 +125,7 @@ void cuda_physical_drop(cuda_memory *memory) {
     free(memory);
 }
 
-/* New memory is not zero on hardware; of large ones only the beginning, as a cache may have hundreds. */
+/* Hardware does not zero new memory. Only the beginning is filled, because a cache may have hundreds of handles. */
 static int make_file(int device, int handle_types, uint64_t nbytes) {
     char name[64];
     snprintf(name, sizeof name, NAME "%d-%d", device, handle_types);
@@ -205,7 +205,7 @@ CUDA cuMemExportToShareableHandle(void *out, cuda_address handle, int type, unsi
         if (!memory || !(memory->handle_types & DESCRIPTOR)) {
             code = sim_error(INVALID_VALUE, "0x%llx is %s", handle,
                              memory ? "not made to be exported" : "no handle of memory");
-        } else if ((fd = fcntl(memory->fd, F_DUPFD, 0)) < 0) { /* whether exec closes it is not documented */
+        } else if ((fd = fcntl(memory->fd, F_DUPFD, 0)) < 0) { /* exec() may close it or not: not documented */
             code = sim_error(OUT_OF_MEMORY, "no more descriptors");
         }
         pthread_mutex_unlock(&cuda_virtual_mutex);
@@ -216,7 +216,7 @@ CUDA cuMemExportToShareableHandle(void *out, cuda_address handle, int type, unsi
     return cuda_leave(&call, code, "\"handle\":%llu,\"fd\":%d", handle, fd);
 }
 
-/* Returns 1 for an exported handle, of this or another process, which its name identifies. */
+/* Reads an exported handle, of this process or another, from the name of its memfd. Returns 0, or an error. */
 static int read_descriptor(int fd, int *device, int *handle_types, uint64_t *nbytes) {
     char path[64], name[128];
     struct stat status;

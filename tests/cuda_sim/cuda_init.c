@@ -1,4 +1,4 @@
-/* The beginning, and what devices say of themselves. */
+/* cuInit, and properties of devices. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -54,7 +54,7 @@ int cuda_is_mappable(int device) {
     return cuda_ordinal(device) >= 0 || sim_settings_now().cuda_hidden;
 }
 
-/* Devices behind the first wrong number are not visible, either. */
+/* Devices after the first invalid number are not visible. */
 static void find_visible(void) {
     const char *text = getenv("CUDA_VISIBLE_DEVICES");
     int count = sim_settings_now().num_devices;
@@ -73,12 +73,13 @@ static void find_visible(void) {
     }
 }
 
-/* ---- streams that are captured into graphs ---- */
+/* ---- calls that a capture forbids ---- */
 
-static _Thread_local int capture_mode; /* CUstreamCaptureMode: 0 global, 1 of the thread, 2 relaxed */
+static _Thread_local int capture_mode; /* CUstreamCaptureMode: 0 global, 1 thread-local, 2 relaxed */
 
-/* "Potentially unsafe" calls are refused to threads in global mode while another one captures; the documents name
- * cudaMalloc, and PyTorch has met cudaEventQuery. Here it is all that allocates, frees, loads, asks or waits. */
+/* A thread in global mode may make no "potentially unsafe" calls while another thread captures. The documents name
+ * cudaMalloc; PyTorch has found cudaEventQuery. The simulator refuses all calls that allocate, free, load, query or
+ * wait. */
 static int is_unsafe(const char *name) {
     static const char *const NAMES[] = {
         "cuMemAlloc_v2",       "cuMemAllocManaged",    "cuMemFree_v2",      "cuMemHostAlloc",
@@ -149,7 +150,7 @@ CUDA cuInit(unsigned flags) {
     return cuda_leave(&call, code, "%s", "");
 }
 
-/* Works before cuInit, too. */
+/* Works also before cuInit. */
 CUDA cuDriverGetVersion(int *version) {
     sim_call call;
     int code = sim_enter(&call, __func__);
@@ -205,7 +206,7 @@ CUDA cuDeviceGetName(char *name, int room, int device) {
     return cuda_leave(&call, code, "\"device\":%d", device);
 }
 
-/* The same in all processes, whatever they see. In MIG mode two devices are slices of one card, whose UUID
+/* A UUID is the same in all processes. In MIG mode, two devices are slices of one card, whose UUID
  * cuDeviceGetUuid returns; cuDeviceGetUuid_v2 "returns its MIG UUID which uniquely identifies the subscribed MIG
  * compute instance" (CUDA driver API, Device Management). Slices have no peer access (MIG User Guide, Application
  * Considerations). */
@@ -266,7 +267,7 @@ CUDA cuDeviceGetAttribute(int *value, int attribute, int device) {
         {116, 0},                                  /* GPU_DIRECT_RDMA_SUPPORTED */
         {124, 0},                                  /* DMA_BUF_SUPPORTED */
         {128, 0},                                  /* HANDLE_TYPE_FABRIC_SUPPORTED */
-        {133, settings.cuda_mps == 1},             /* MPS_ENABLED: the last, which older drivers do not know */
+        {133, settings.cuda_mps == 1},             /* MPS_ENABLED: last, so that it can be left out for older drivers */
     };
     const size_t num_rows = sizeof ROWS / sizeof *ROWS - (settings.cuda_mps == 2);
     size_t row = 0;

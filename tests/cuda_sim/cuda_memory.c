@@ -1,4 +1,4 @@
-/* Memory of devices and pinned memory of the host: allocated, registered, asked about. */
+/* Device memory and pinned host memory: allocation, registration, queries. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -57,7 +57,7 @@ CUDA cuMemAlloc_v2(cuda_address *out, size_t nbytes) {
     return cuda_leave(&call, code, "\"bytes\":%zu,\"address\":%llu", nbytes, (unsigned long long)address);
 }
 
-/* Memory that moves between device and host by itself; here it is the host's. */
+/* Managed memory, which the driver moves between device and host. In the simulator, it stays on the host. */
 CUDA cuMemAllocManaged(cuda_address *out, size_t nbytes, unsigned flags) {
     sim_call call;
     cuda_context *context;
@@ -74,7 +74,8 @@ CUDA cuMemAllocManaged(cuda_address *out, size_t nbytes, unsigned flags) {
     return cuda_leave(&call, code, "\"bytes\":%zu,\"address\":%llu", nbytes, (unsigned long long)address);
 }
 
-/* Only by the call that belongs to its origin, in its context, at its beginning. */
+/* Refuses to free memory by the wrong call or at an address inside of the memory, or memory of cuMemAlloc in another
+ * context. */
 static int check_owned(const cuda_context *context, uint64_t address, int origin, int otherwise) {
     sim_memory *memory = sim_find(address, 1);
     sim_traits traits = memory ? sim_memory_traits(memory) : (sim_traits){0};
@@ -94,7 +95,7 @@ static int check_owned(const cuda_context *context, uint64_t address, int origin
     return 0;
 }
 
-/* Makes later memory reuse the address, as drivers nearly always do. */
+/* Gives the address to the next memory of the same size, as drivers nearly always do. */
 static void reuse(uint64_t address, uint64_t nbytes) {
     uint64_t page = nbytes >= PAGE_2M / 2 ? PAGE_2M : 4096;
     if (sim_settings_now().cuda_reuse) {
@@ -109,7 +110,7 @@ static int origin_of(uint64_t address) {
     return origin;
 }
 
-/* Waits for what goes on in its context, as drivers do. */
+/* Waits for all work of the context, as drivers do. */
 CUDA cuMemFree_v2(cuda_address address) {
     sim_call call;
     cuda_context *context;
@@ -166,7 +167,7 @@ CUDA cuMemHostAlloc(void **out, size_t nbytes, unsigned flags) {
                       (unsigned long long)address, flags);
 }
 
-/* Host memory is freed while work uses it: hardware would still access it after it has a new owner. */
+/* Hardware accesses host memory after it was freed, and perhaps allocated again, so such work is a violation. */
 static void check_unused(uint64_t address) {
     if (sim_memory_is_used(address)) {
         sim_violation("pinned memory is given back while queued work uses it: 0x%llx",
@@ -189,7 +190,7 @@ CUDA cuMemFreeHost(void *pointer) {
     return cuda_leave(&call, code, "\"address\":%llu", ID(pointer));
 }
 
-/* Whole pages are locked, each once; all of them must be there. */
+/* Refuses a range unless all of its pages are mapped, and none is pinned. */
 static int check_pages(uint64_t address, size_t nbytes) {
     uint64_t page = sim_settings_now().page_bytes;
     uint64_t first = address / page * page;
@@ -259,27 +260,27 @@ CUDA cuMemHostUnregister(void *pointer) {
     return cuda_leave(&call, code, "\"address\":%llu", ID(pointer));
 }
 
-/* ---- what a pointer is ---- */
+/* ---- attributes of pointers ---- */
 
 typedef struct {
     int is_known;
     int is_mapped;
-    int memory_type; /* 1 of the host, 2 of a device */
+    int memory_type; /* 1: CU_MEMORYTYPE_HOST, 2: CU_MEMORYTYPE_DEVICE */
     int device;
     void *context;
     int is_ipc;
     int is_managed;
     unsigned handle_types;
-    uint64_t on_device; /* where kernels reach it; 0: nowhere */
+    uint64_t on_device; /* address for kernels; 0: none */
     uint64_t start;
     uint64_t nbytes;
     uint64_t serial;
 } pointer_facts;
 
-/* Kernels have write-combined memory at an address of its own, which nothing here can use. */
+/* Marks the address of write-combined memory for kernels, which differs from that for the host. Not simulated. */
 #define APART ((uint64_t)1 << 60)
 
-/* For mapped memory, the range is the reserved one, however much of it is mapped. */
+/* The start and nbytes of memory of cuMemMap are those of the whole reservation. */
 static pointer_facts facts_of(uint64_t address) {
     pointer_facts facts = {0};
     sim_memory *memory = sim_find(address, 1);
@@ -312,7 +313,7 @@ static pointer_facts facts_of(uint64_t address) {
     return facts;
 }
 
-/* For memory unknown to CUDA all attributes are 0, with success. */
+/* Stores 0, and succeeds, for memory unknown to CUDA. */
 static int store(int attribute, const pointer_facts *facts, uint64_t address, void *value) {
     switch (attribute) {
     case 1:
@@ -351,7 +352,7 @@ static int store(int attribute, const pointer_facts *facts, uint64_t address, vo
     case 14:
         *(unsigned *)value = facts->handle_types;
         return 0;
-    case 17: /* no pools here */
+    case 17: /* memory pools are not simulated */
         *(void **)value = NULL;
         return 0;
     default:

@@ -1,6 +1,6 @@
 /*
- * Modules and launches. A module is text of PTX; its kernels are those that kernels.cpp has of these names,
- * whose parameters must be as large as the text says. A launch runs them, with the rest of the text unread.
+ * Modules and launches. A module is PTX text. A launch runs the kernel of the same name in kernels.cpp. Of the text,
+ * only names, sizes of parameters, and attributes of kernels are read.
  */
 #include <ctype.h>
 #include <stdio.h>
@@ -17,7 +17,7 @@ CUDA cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned g
                     unsigned block_y, unsigned block_z, unsigned shared_nbytes, void *stream,
                     void **parameters, void **extra);
 
-/* The newest version of PTX that the driver compiles. */
+/* The newest PTX version that the driver compiles. */
 #define NEWEST_PTX (KVSIM_CUDA >= 13000 ? 900 : KVSIM_CUDA >= 12080 ? 807 : KVSIM_CUDA >= 12040 ? 804 : 702)
 #define MAX_SHARED 49152U
 
@@ -33,7 +33,7 @@ typedef struct function {
     void *module;
     cuda_context *context;
     const cuda_kernel *kernel;
-    unsigned max_threads; /* of a block: .maxntid or .reqntid, 0 where it says nothing */
+    unsigned max_threads; /* of a block, from .maxntid or .reqntid; 0: no limit */
     int is_loaded;
     struct function *next;
 } function;
@@ -42,9 +42,9 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static module *modules;
 static function *functions;
 
-/* ---- text of PTX ---- */
+/* ---- PTX text ---- */
 
-/* The text without its comments, which the caller frees. */
+/* Returns the text without comments; the caller frees the result. */
 static char *without_comments(const char *text) {
     char *bare = malloc(strlen(text) + 1);
     char *out = bare;
@@ -87,7 +87,7 @@ static int check_image(const char *text) {
     return 0;
 }
 
-/* The text behind ".entry name", or NULL. */
+/* Returns the text after ".entry name", or NULL. */
 static const char *find_entry(const char *text, const char *name) {
     size_t length = strlen(name);
     while ((text = strstr(text, ".entry"))) {
@@ -106,7 +106,7 @@ static size_t size_of_type(const char *type) {
     return (size_t)atoi(digits) / 8;
 }
 
-/* The size of what ".param [.align n] .type name[count]" declares. */
+/* Returns the size of a declared parameter: ".param [.align n] .type name[count]". */
 static size_t size_of_parameter(const char *text) {
     char type[16] = "", name[256] = "";
     int alignment;
@@ -121,7 +121,7 @@ static size_t size_of_parameter(const char *text) {
     return size_of_type(type) * count;
 }
 
-/* A text that says otherwise than the source was made from another one: no test should go on. */
+/* Aborts if the parameters differ from those in kernels.cpp: then the PTX was compiled from another source. */
 static void check_parameters(const char *entry, const cuda_kernel *kernel) {
     const char *end = entry + strcspn(entry, ")");
     const char *at = entry;
@@ -154,7 +154,7 @@ static unsigned find_max_threads(const char *entry) {
 
 /* ---- modules ---- */
 
-/* The buffer for the caller's error log: CU_JIT_ERROR_LOG_BUFFER, and _SIZE_BYTES. */
+/* Writes to the caller's error log: CU_JIT_ERROR_LOG_BUFFER, of CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES. */
 static void write_log(unsigned count, const int *options, void **values, int code) {
     char *buffer = NULL;
     size_t room = 0;
@@ -200,7 +200,7 @@ CUDA cuModuleLoadDataEx(void **out, const void *image, unsigned count, int *opti
     return cuda_leave(&call, code, "\"module\":%llu", code ? 0 : ID(*out));
 }
 
-/* With the mutex. */
+/* Call with the mutex held. */
 static module *find_module(const void *handle) {
     module *it = modules;
     while (it && it->handle != handle) {
@@ -209,7 +209,7 @@ static module *find_module(const void *handle) {
     return it;
 }
 
-/* With the mutex: its functions go with it. */
+/* Drops the module and its functions. Call with the mutex held. */
 static void drop(module *dropped) {
     for (function **link = &functions; *link;) {
         function *it = *link;
@@ -293,7 +293,7 @@ CUDA cuModuleGetFunction(void **out, void *handle, const char *name) {
     return cuda_leave(&call, code, "\"function\":%llu", code ? 0 : ID(*out));
 }
 
-/* With the mutex. */
+/* Call with the mutex held. */
 static function *function_of(const void *handle) {
     function *it = functions;
     while (it && it->handle != handle) {
@@ -302,7 +302,7 @@ static function *function_of(const void *handle) {
     return it;
 }
 
-/* Lazy loading is on, as it is by default: what is not loaded so is by its first launch. */
+/* Without this call, the first launch loads the function: lazy loading is the default. */
 CUDA cuFuncLoad(void *handle) {
     sim_call call;
     cuda_context *context;
@@ -325,7 +325,7 @@ typedef struct {
     const cuda_context *context;
     unsigned num_blocks;
     unsigned num_threads;
-    void *parameters[16]; /* values of their own, behind each other in one piece of memory */
+    void *parameters[16]; /* copied values, all in one allocation */
 } launch;
 
 static int run(void *argument, sim_stream *stream) {
@@ -341,7 +341,7 @@ static void dispose(void *argument) {
     free(work);
 }
 
-/* Parameters are read by the call. */
+/* Copies the values, because the program may change them after the call. */
 static int copy_parameters(launch *work, void **parameters) {
     const cuda_kernel *kernel = work->kernel;
     size_t nbytes = 0;
@@ -375,7 +375,7 @@ static int check_shape(const unsigned grid[3], const unsigned block[3], unsigned
     return shared > MAX_SHARED ? sim_error(INVALID_VALUE, "sharedMemBytes=%u", shared) : 0;
 }
 
-/* Checks the number of threads against the text, from which the source takes it, too. */
+/* Refuses more threads than the PTX allows. Shapes that the source on the host does not support are violations. */
 static int check_threads(const function *called, const unsigned grid[3], const unsigned block[3]) {
     unsigned threads = block[0] * block[1] * block[2];
     if (called->max_threads && threads > called->max_threads) {

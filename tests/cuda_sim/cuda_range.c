@@ -1,4 +1,4 @@
-/* The memory of a range of addresses, and its permitted users. */
+/* Finds the memory of a range of addresses, and checks the access to it. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -6,12 +6,12 @@
 
 static uint64_t bit_of(int device) { return (uint64_t)1 << device; }
 
-/* Memory that cuMemMap mapped is of no context, but devices are given access to it. */
+/* Asks for the access that cuMemSetAccess gave to a device: memory of cuMemMap has no context. */
 static int has_access(const sim_traits *traits, int device, int writes) {
     return ((writes ? traits->writable : traits->readable) & bit_of(device)) != 0;
 }
 
-/* Checks a copy in a context: returns 0, 1 with a violation, or 700 for an error of the work. */
+/* Checks one end of a copy. Returns 0, INVALID_VALUE for the call, or ILLEGAL_ADDRESS for its work. */
 static int check_copy(const cuda_context *context, const sim_memory *memory, int writes) {
     sim_traits traits = sim_memory_traits(memory);
     if (memory->kind != SIM_MEMORY_DEVICE) {
@@ -22,7 +22,7 @@ static int check_copy(const cuda_context *context, const sim_memory *memory, int
     }
     const cuda_context *owner = traits.owner;
     if (owner == context || owner->device != context->device) {
-        return 0; /* between devices the driver finds a way, through the host if need be */
+        return 0; /* drivers copy between any two devices, if necessary through the host */
     }
     sim_violation("a copy in one context of memory that another context of device %d owns",
                   context->device);
@@ -36,7 +36,7 @@ int cuda_kernel_may(const cuda_context *context, const sim_memory *memory, int w
     case CUDA_MAPPED:
         return has_access(&traits, context->device, writes);
     case CUDA_HOST_ALLOCATED:
-        return !(traits.flags & HOST_COMBINED) && /* else not at the host's address */
+        return !(traits.flags & HOST_COMBINED) && /* write-combined memory has another address for kernels */
                sim_settings_now().cuda_host_register;
     case CUDA_MANAGED:
         return 1;
@@ -51,7 +51,7 @@ int cuda_kernel_may(const cuda_context *context, const sim_memory *memory, int w
     }
 }
 
-/* Memory that is registered for one context only is pageable memory for the others. */
+/* Registered host memory is pageable in other contexts unless it is portable. */
 static int is_pinned_for(const cuda_context *context, const sim_memory *memory) {
     sim_traits traits = sim_memory_traits(memory);
     return traits.origin == CUDA_HOST_ALLOCATED || traits.origin == CUDA_MANAGED ||

@@ -1,4 +1,4 @@
-/* IPC handles: whole allocations of cuMemAlloc, in other processes. */
+/* IPC handles: a process opens a whole allocation of another process's cuMemAlloc. */
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -74,7 +74,7 @@ CUDA cuIpcGetMemHandle(ipc_handle *handle, cuda_address address) {
     return cuda_leave(&call, code, "\"address\":%llu", address);
 }
 
-/* The file of the allocation, or -1: it was freed, or its process is gone. */
+/* Returns the memfd of the allocation, or -1 after it was freed or its process has ended. */
 static int open_file(const content *of) {
     char path[64];
     struct stat status;
@@ -87,7 +87,7 @@ static int open_file(const content *of) {
     return fd;
 }
 
-/* This includes a zombie process, which has no program any more. */
+/* Returns 1 also for a zombie process, which has no /proc/PID/exe. */
 static int has_ended(int pid) {
     char path[64], target[8];
     snprintf(path, sizeof path, "/proc/%d/exe", pid);
@@ -103,7 +103,7 @@ int cuda_ipc_is_freed(uint64_t address) {
     }
     pthread_mutex_unlock(&mutex);
     if (!of.pid || has_ended(of.pid)) {
-        return 0; /* memory of a process that died stays until it is closed */
+        return 0; /* memory of a dead process stays valid until it is closed */
     }
     int fd = open_file(&of);
     if (fd >= 0) {
@@ -112,7 +112,7 @@ int cuda_ipc_is_freed(uint64_t address) {
     return fd < 0 && !has_ended(of.pid);
 }
 
-/* With the mutex. */
+/* Call with the mutex held. */
 static int check(const content *of, const cuda_context *context, opened **known) {
     *known = NULL;
     if (of->magic != MAGIC) {
@@ -140,7 +140,7 @@ static int check(const content *of, const cuda_context *context, opened **known)
     return 0;
 }
 
-/* With the mutex. */
+/* Call with the mutex held. */
 static int open_new(const content *of, cuda_context *context, uint64_t *address) {
     int fd = open_file(of);
     if (fd < 0) {

@@ -47,7 +47,7 @@ CUDA cuStreamCreate(void **stream, unsigned flags) {
     return cuda_leave(&call, code, "\"stream\":%llu,\"flags\":%u", code ? 0 : ID(*stream), flags);
 }
 
-/* Returns at once; the work goes on. */
+/* Returns at once; the work continues. */
 CUDA cuStreamDestroy_v2(void *handle) {
     sim_call call;
     cuda_context *context;
@@ -65,7 +65,7 @@ CUDA cuStreamDestroy_v2(void *handle) {
     return cuda_leave(&call, code, "\"stream\":%llu", ID(handle));
 }
 
-/* A stream has its own; the special ones have the thread's. */
+/* The special streams have the context of the thread. */
 CUDA cuStreamGetCtx(void *handle, void **out) {
     sim_call call;
     cuda_context *context = NULL;
@@ -98,7 +98,7 @@ CUDA cuStreamQuery(void *handle) {
     return cuda_leave(&call, code, "\"stream\":%llu", ID(handle));
 }
 
-/* An error of work is one of the context, and hides how the wait itself ended. */
+/* An error of the context takes precedence over the result of a wait. */
 static int or_lost(const cuda_context *context, int code) {
     int lost = sim_context_failed(context->handle);
     return lost ? lost : code;
@@ -129,7 +129,7 @@ CUDA cuEventCreate(void **event, unsigned flags) {
     return cuda_leave(&call, code, "\"event\":%llu,\"flags\":%u", code ? 0 : ID(*event), flags);
 }
 
-/* Returns at once, whatever waits for it. */
+/* Returns at once, even while streams wait for the event. */
 CUDA cuEventDestroy_v2(void *event) {
     sim_call call;
     cuda_context *context;
@@ -172,7 +172,7 @@ CUDA cuEventRecord(void *event, void *handle) {
     return cuda_leave(&call, code, "\"event\":%llu,\"stream\":%llu", ID(event), ID(handle));
 }
 
-/* The event may be of another context, or device. */
+/* The event may be of another context or device. */
 CUDA cuStreamWaitEvent(void *handle, void *event, unsigned flags) {
     sim_call call;
     cuda_context *context;

@@ -1,5 +1,5 @@
 /*
- * Address space: addresses without memory, mappings of memory (cuda_handles.c) at them, and access to those.
+ * Address space: reserved addresses, memory (cuda_handles.c) mapped at them, and access rights.
  */
 #include <stdlib.h>
 
@@ -20,7 +20,7 @@ CUDA cuMemSetAccess(cuda_address address, size_t nbytes, const access_of *access
 CUDA cuMemGetAccess(unsigned long long *flags, const location *where, cuda_address address);
 CUDA cuMemRetainAllocationHandle(cuda_address *handle, void *mapped);
 
-#define NEIGHBOURS ((uint64_t)1 << 30) /* address space of ranges without gaps */
+#define NEIGHBOURS ((uint64_t)1 << 30) /* address space for ranges without gaps */
 
 typedef struct mapping {
     uint64_t address;
@@ -40,7 +40,7 @@ static reservation *reservations;
 
 /* ---- addresses ---- */
 
-/* With the mutex: the reservation that has all of the range. */
+/* Finds the reservation that contains the range. Call with the mutex held. */
 static reservation *find_reservation(uint64_t address, uint64_t nbytes) {
     reservation *it = reservations;
     while (it && !(it->address <= address && address + nbytes <= it->address + it->nbytes)) {
@@ -132,7 +132,7 @@ CUDA cuMemAddressFree(cuda_address address, size_t nbytes) {
 
 /* ---- mappings ---- */
 
-/* With the mutex. */
+/* Call with the mutex held. */
 static int map(uint64_t address, uint64_t nbytes, uint64_t handle) {
     cuda_memory *memory = cuda_physical_find(handle);
     if (!memory) {
@@ -176,7 +176,7 @@ CUDA cuMemMap(cuda_address address, size_t nbytes, size_t offset, cuda_address h
                       handle);
 }
 
-/* With the mutex: the mapping that begins there, if it ends in the range. */
+/* Finds the mapping that begins at the address and ends in the range. Call with the mutex held. */
 static mapping **find_mapping(uint64_t address, uint64_t nbytes) {
     mapping **link = &mappings;
     while (*link && (*link)->address != address) {
@@ -185,7 +185,7 @@ static mapping **find_mapping(uint64_t address, uint64_t nbytes) {
     return *link && (*link)->nbytes <= nbytes ? link : NULL;
 }
 
-/* With the mutex. Whole mappings, side by side. */
+/* Refuses a range that is not one or more whole, adjacent mappings. Call with the mutex held. */
 static int check_mapped(uint64_t address, uint64_t nbytes) {
     uint64_t done = 0;
     while (done < nbytes) {
@@ -302,7 +302,8 @@ CUDA cuMemGetAccess(unsigned long long *flags, const location *where, cuda_addre
     return cuda_leave(&call, code, "\"address\":%llu", address);
 }
 
-/* A handle of what is mapped there, to be released like any other; of memory that was released, the old one again. */
+/* The program must release the returned handle. If it has released all handles of the memory, the old one is valid
+ * again. */
 CUDA cuMemRetainAllocationHandle(cuda_address *handle, void *mapped) {
     sim_call call;
     uint64_t address = (uint64_t)(uintptr_t)mapped;

@@ -1,6 +1,6 @@
 /*
- * Declarations that handles of memory (cuda_handles.c) and address space (cuda_virtual.c) share. Memory
- * exists as long as it has a handle or a mapping, and one mutex guards all lists.
+ * Common declarations of memory handles (cuda_handles.c) and address space (cuda_virtual.c). Memory exists as long
+ * as it has a handle or a mapping. cuda_virtual_mutex guards all lists.
  */
 #ifndef CUDA_VIRTUAL_H
 #define CUDA_VIRTUAL_H
@@ -8,7 +8,7 @@
 #include "cuda_sim.h"
 
 typedef struct {
-    int type; /* CUmemLocationType: 1 a device */
+    int type; /* CUmemLocationType; 1: a device */
     int id;
 } location;
 
@@ -17,8 +17,8 @@ typedef struct cuda_memory {
     int device;
     int fd;
     int handle_types;
-    unsigned num_handles; /* that were not released */
-    int is_imported; /* who made it has counted it */
+    unsigned num_handles; /* not released yet */
+    int is_imported;      /* the creating process has counted the bytes */
     unsigned num_mappings;
     uint64_t nbytes;
     struct cuda_memory *next;
@@ -28,11 +28,11 @@ extern pthread_mutex_t cuda_virtual_mutex;
 
 /* Like cuda_enter; fails if the device has no virtual memory. */
 int cuda_virtual_enter(sim_call *call, const char *name);
-/* Zeroed memory of the host; never NULL. */
+/* Returns zeroed host memory, never NULL. */
 void *cuda_grown(size_t nbytes);
-/* With the mutex: the memory of a handle that was not released, or NULL. */
+/* Returns the memory of a handle, or NULL if the handle is unknown or released. Call with the mutex held. */
 cuda_memory *cuda_physical_find(uint64_t handle);
-/* With the mutex: the memory goes with its last handle or mapping. */
+/* Frees the memory unless it still has a handle or a mapping. Call with the mutex held. */
 void cuda_physical_drop(cuda_memory *memory);
 
 #endif

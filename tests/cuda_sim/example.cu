@@ -1,4 +1,4 @@
-/* A kernel of the stand-in's own tests: a block adds to the bytes that are its own. */
+/* A kernel for tests of the simulator: each block adds to its own bytes. */
 extern "C" void kvsim_example(unsigned long long bytes, unsigned each, unsigned char added,
                               unsigned long long done)
 {

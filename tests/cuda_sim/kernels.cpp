@@ -1,4 +1,4 @@
-/* The kernels, and how one runs: their sources are compiled here for the host. */
+/* Compiles the sources of kernels for the host, and runs launches of them. */
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -23,8 +23,7 @@
 
 namespace {
 
-/* The memory that kernels reach by pointers in their parameters without kvn_cuda_at: it is checked in
- * advance. */
+/* Checks memory in advance that kernels access by pointers in their parameters, without kvn_cuda_at. */
 void check_array(const void *start, uint64_t count, unsigned each, bool is_store) {
     for (uint64_t i = 0; i < count; i++) {
         kvn_cuda_at((unsigned long long)(uintptr_t)start + i * each, each, is_store);
@@ -53,7 +52,7 @@ void check_pointers(const kvn_copy_many &columns) {
 }
 #endif
 
-/* ---- the table ---- */
+/* ---- the table of kernels ---- */
 
 template <class... Parameters, size_t... I>
 void check(void *const *values, std::index_sequence<I...>) {
@@ -93,7 +92,7 @@ const cuda_kernel KERNELS[] = {
     KERNEL(kvsim_example),
 };
 
-/* ---- memory, as the blocks of a launch see it ---- */
+/* ---- memory accesses of a launch ---- */
 
 constexpr uint64_t TIMED = 64 << 10;
 
@@ -111,7 +110,7 @@ struct fault {
     throw it;
 }
 
-/* Recent lookups of this thread, with references. */
+/* Recent lookups of this thread; each holds a reference. */
 struct lookups {
     struct entry {
         sim_memory *memory;
@@ -122,7 +121,7 @@ struct lookups {
     entry entries[8] = {};
     unsigned next = 0;
     uint64_t bandwidth = 0;
-    uint64_t stored = 0; /* that has not taken its time */
+    uint64_t stored = 0; /* bytes since the last take_time */
 
     void clear() {
         for (entry &it : entries) {
@@ -161,7 +160,7 @@ const sim_memory *look_up(uint64_t address, unsigned nbytes, bool is_store) {
     return memory;
 }
 
-/* ---- a launch ---- */
+/* ---- launches ---- */
 
 struct launch {
     const cuda_kernel *kernel;
@@ -173,7 +172,7 @@ struct launch {
     std::atomic<size_t> next{0};
     std::atomic<int> code{0};
 
-    /* A launch is one violation, of however many threads and blocks. */
+    /* Counts one violation for a launch, even if several threads or blocks fail. */
     void end(const fault &it) {
         int none = 0;
         if (code.compare_exchange_strong(none, it.code)) {
@@ -193,7 +192,7 @@ void shuffle(std::vector<unsigned> &order) {
     }
 }
 
-/* In steps, so that a launch that takes long can be stopped in the middle of it. */
+/* Sleeps for stored bytes, in steps, so that a test can stop a long launch in the middle. */
 void take_time(uint64_t at_least) {
     if (found.bandwidth && found.stored >= at_least) {
         const uint64_t us = found.stored * 1000000 / found.bandwidth;

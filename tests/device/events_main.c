@@ -357,7 +357,7 @@ static bool look_once(looks *it)
     return any;
 }
 
-/* Of successive points on a stream, only the first is queried, once for all of its waiters. Each poll also
+/* Only the first of successive points on a stream is queried, once for all of its waiters. Each poll also
  * queries one of the others, so that none is missed. */
 static void first_of_each_stream(void)
 {

@@ -17,7 +17,7 @@ static uint64_t count_tickets(kvn_writers *writers)
     return kvn_writers_drain(writers, 0, &next, left);
 }
 
-/* A batch has one ticket while it lasts, renewed or not, and none after its end, because an owner would wait for it. */
+/* A batch has one ticket until its end, also after a renewal, and then none: an owner would wait for the ticket. */
 static void renewed_and_left(void)
 {
     kvn_generations table;
@@ -170,7 +170,7 @@ static void renewed_beside_a_wait(void)
                           1, (uintptr_t)writers.gates, &writer, &failure) == KVN_OK);
     kvn_guard *guard = kvn_guard_create(&writer, &word, 1);
     CHECK(kvn_guard_enter(guard, false, 0, &announced, &fault) == KVN_OK);
-    while (announced.place != 0) /* the others come after it */
+    while (announced.place != 0) /* the other places follow */
         CHECK(kvn_guard_renew(guard, &announced, &failure) == KVN_OK);
     CHECK(pthread_create(&thread, NULL, drain_patiently, &writers) == 0);
     wait_until_it_sleeps();

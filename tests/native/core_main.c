@@ -45,7 +45,7 @@ static void merge_spans(void)
     }
 }
 
-/* A report with more spans than fit names too many descriptors, but forgets none, in whichever order they come. */
+/* A report with more spans than it has room for names too many descriptors, but never too few, in any order. */
 static void add_to_a_full_report(void)
 {
     srand(2);
@@ -77,7 +77,7 @@ static uint64_t itself(const void *item, const void *unused)
     return *(const uint64_t *)item;
 }
 
-/* Within one array records would overwrite each other, which builds with checks refuse. */
+/* A sort inside of one array would overwrite records, so an assertion fails. */
 static void sort_in_one_array(void)
 {
     uint64_t items[] = {300, 2, 1}, spare[3];
@@ -102,7 +102,7 @@ static bool holds_all(const kvn_interval *it, uint64_t first, uint64_t last)
     return it->first <= first && last <= it->last;
 }
 
-/* A piece is found if and only if one interval holds it. Intervals may touch, overlap or contain each other. */
+/* A range is found if and only if one interval contains it. Intervals may touch, overlap or contain each other. */
 static void find_intervals(void)
 {
     srand(2);
@@ -132,7 +132,7 @@ static void find_intervals(void)
 
 /* ---- libraries ---- */
 
-/* A call comes from the first file that has it. An error names the first missing call. */
+/* A call is taken from the first library that has it. An error names the first missing call. */
 static void find_calls(void)
 {
     void *const math = dlopen("libm.so.6", RTLD_NOW), *const c = dlopen("libc.so.6", RTLD_NOW);
@@ -156,7 +156,7 @@ static void find_calls(void)
         CHECK(missing == &symbols[i]);
     }
     CHECK(kvn_library_missing(calls, &all, missing) == NULL);
-    calls[4] = c; /* which replaces no_3 */
+    calls[4] = c; /* replaces no_3 */
     CHECK(kvn_library_missing(calls, &all, &symbols[2]) == NULL);
 }
 
@@ -190,7 +190,7 @@ static bool has_mappings(int pid)
     return found;
 }
 
-/* Other threads of the process may still use mapped memory, which no list shows. */
+/* A process lives as long as any of its threads, which may still use mapped memory. */
 static void first_thread_ends(void)
 {
     const int child = fork();

@@ -1,7 +1,7 @@
 /* The threads of a pool on several NUMA nodes. */
 #include "nodes.h"
 
-/* Two processors that this process may use; twice the same if there is one. */
+/* Finds two processors that this process may use; the same one twice if there is only one. */
 static void two_processors(int found[2])
 {
     cpu_set_t allowed;
@@ -77,12 +77,12 @@ static void a_thread_knows_its_node(void)
     kvn_pool_destroy(pool);
 }
 
-/* Guarded by `mutex`. */
+/* `mutex` guards the variables below. */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static unsigned arrived, round_number, blocked;
 static bool is_open;
-static unsigned moved_by[3][3]; /* pieces by the node of the thread, and that of the destination; 2: another */
+static unsigned moved_by[3][3]; /* pieces by node of the thread and node of the destination; 2: another node */
 static int order[64], num_moved;
 
 static unsigned index_of_number(int number) { return number == FIRST ? 0 : number == SECOND ? 1 : 2; }
@@ -110,7 +110,7 @@ static bool wait_for(const bool *reached, const unsigned *number, unsigned old)
     return error == 0;
 }
 
-/* Two threads move a piece each, then the next two. */
+/* Two threads move one piece each, and then the next two pieces. */
 static int move_in_pairs(void *context, const kvn_columns *columns, const kvn_piece *piece, kvn_fault *fault)
 {
     bool in_time = true;
@@ -181,7 +181,7 @@ static void await(kvn_job *job)
     uint64_t bytes_done;
 
     while (kvn_job_poll(job, &bytes_done) == KVN_PENDING)
-        usleep(100); /* not by waiting, which would move pieces */
+        usleep(100); /* kvn_job_wait would move pieces */
     CHECK(job->report->status == KVN_OK);
     kvn_job_release(job);
 }
@@ -201,7 +201,7 @@ static void each_moves_its_own(void)
     kvn_pool_destroy(pool);
 }
 
-/* A thread whose node has nothing moves half of what the other has. */
+/* A thread whose node has no pieces moves half of those of the other node. */
 static void the_idle_one_steals(void)
 {
     int processors[2];
@@ -232,7 +232,7 @@ static void one_thread_moves_both(void)
     kvn_pool_destroy(pool);
 }
 
-/* Addresses of another process are not asked for. */
+/* The kernel is not asked for the nodes of another process's memory. */
 static void memory_of_others_has_no_node(void)
 {
     int processors[2];
@@ -263,7 +263,7 @@ static void wait_until_idle(kvn_pool *pool)
     }
 }
 
-/* The sleeping worker of the destination's node is woken. */
+/* A submitted job wakes the worker of its destination's node. */
 static void the_right_one_wakes(void)
 {
     static const int numbers[] = {FIRST, SECOND};
@@ -287,7 +287,7 @@ static void the_right_one_wakes(void)
     }
 }
 
-/* A caller that moves its own job begins with what is on its node. */
+/* A caller that moves its own job begins with the pieces on its node. */
 static void a_caller_moves_its_own_first(void)
 {
     static const int expected[] = {SECOND, SECOND, FIRST, FIRST};
@@ -305,7 +305,7 @@ static void a_caller_moves_its_own_first(void)
     CHECK(sched_setaffinity(0, sizeof bound, &bound) == 0);
     kvn_job_init(&before, &one, block, pool, (kvn_piece_limits){1, KVN_PIECE_MIN, true}, &report);
     kvn_job_submit(&before, pool, MIN);
-    wait_until_blocked(1); /* the only place of workers, as the next caller waits */
+    wait_until_blocked(1); /* the only worker, because the next caller waits */
     begin_batch(KVN_CALLER_WAITS);
     for (int i = 0; i < 4; i++)
         add(i % 2 ? SECOND : FIRST, MIN);
@@ -331,7 +331,7 @@ static void *abort_job(void *argument)
     return NULL;
 }
 
-/* An abort waits for the pieces of both nodes, and leaves the rest of both. */
+/* An abort waits for the pieces under way on both nodes, and leaves the other pieces unconfirmed. */
 static void an_abort_leaves_the_rest_of_both(void)
 {
     int processors[2];

@@ -1,10 +1,10 @@
-/* The end of a task between the steps of the call that watches it, and the other way round. */
+/* The end of a task during the call that watches it, and the call that watches it during its end. */
 #include "core/completions.h"
 
 #include "check.h"
 
-static void (*beside)(void); /* what another thread does behind the next bits that are set */
-static size_t take(void);     /* the program, which takes a token as soon as there is one */
+static void (*beside)(void); /* the call of another thread, right after the next change of the state */
+static size_t take(void);    /* the call of the program, as soon as a token may exist */
 static size_t taken;
 
 static unsigned set_bits(atomic_uint *state, unsigned bits)
@@ -39,7 +39,7 @@ static size_t take(void)
 static void watch(void) { kvn_ending_watch(&ending, &queue, 7); }
 static void end(void) { kvn_ending_end_part(&ending, KVN_OK); }
 
-/* Runs one call inside of the other, and expects the token once. */
+/* Runs `inner` in the middle of `outer`, and expects one token. */
 static void expect_one(void (*outer)(void), void (*inner)(void))
 {
     CHECK(kvn_completions_init(&queue) == 0);

@@ -1,5 +1,5 @@
-/* Makes the n-th allocation of libkvn.so fail, and counts those that are not freed. Preloaded by
- * tests/native/test_allocations.py. */
+/* A library that tests/native/test_allocations.py preloads. It makes the n-th allocation of libkvn.so fail, and counts
+ * the allocations that are not freed. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <link.h>
@@ -19,7 +19,7 @@ extern void __libc_free(void *memory);
 #define FREED 1
 
 static _Atomic(uintptr_t) begin, end; /* of the library's code */
-static atomic_long calls, failing;    /* failing: the number of the call; 0: none */
+static atomic_long calls, failing;    /* failing: number of the call that fails; 0: none */
 
 static uintptr_t kept[PLACES]; /* allocations of the library since the first begin */
 static atomic_flag busy = ATOMIC_FLAG_INIT;
@@ -87,7 +87,7 @@ static int find(struct dl_phdr_info *info, size_t size, void *unused)
     return 1;
 }
 
-/* Counts from now on, and makes the call with this number fail. Returns true if the library is loaded. */
+/* Counts calls from now on, and makes call `number` fail. Returns 1 if libkvn.so is loaded. */
 int failing_allocations_begin(long number)
 {
     dl_iterate_phdr(find, NULL);
@@ -96,14 +96,14 @@ int failing_allocations_begin(long number)
     return begin != 0;
 }
 
-/* Returns the number of calls. From now on none fails. */
+/* Returns the number of calls since the begin. Later calls do not fail. */
 long failing_allocations_end(void)
 {
     failing = 0;
     return calls;
 }
 
-/* Returns how many allocations of the library are not freed. */
+/* Returns the number of allocations of the library that are not freed. */
 long failing_allocations_kept(void)
 {
     return num_kept;

@@ -1,5 +1,5 @@
-/* Nodes that do not exist, and batches for their memory. No byte moves: an address says by its upper half which node
- * holds it. */
+/* Simulated NUMA nodes, and batches for their memory. The upper half of an address is the number of its node. No bytes
+ * are moved. */
 #ifndef TESTS_NODES_H
 #define TESTS_NODES_H
 
@@ -21,7 +21,7 @@
 enum { FIRST = 5, SECOND = 2, THIRD = 9, ABSENT = 100, ELSEWHERE = 101 }; /* numbers of nodes, as in ON */
 enum { MOST = 4096 };
 
-/* ---- what the kernel would tell ---- */
+/* ---- answers of the kernel ---- */
 
 static unsigned num_calls, num_asked;
 static bool refuses;

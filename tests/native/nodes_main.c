@@ -1,4 +1,4 @@
-/* Pieces of a job by the nodes of their destinations, and what is known of pages. */
+/* The pieces of a job by nodes of their destinations, and the cache of the nodes of pages. */
 #include "nodes.h"
 
 static kvn_numa *numa_of(unsigned count)
@@ -23,7 +23,7 @@ static void start(kvn_job *job, kvn_numa *numa, uint64_t most_descriptors)
 
 /* ---- jobs, without threads ---- */
 
-/* A thread takes what is on its node, then what has no node, then from the node that has most. */
+/* A thread takes pieces on its node first, then those without a node, then those of the node with most pieces. */
 static void which_piece_is_next(void)
 {
     kvn_numa *numa = numa_of(3);
@@ -51,7 +51,7 @@ static void which_piece_is_next(void)
     free(numa);
 }
 
-/* Tiny descriptors that alternate between nodes are moved by pieces of a usual size. */
+/* Tiny descriptors that alternate between nodes are moved in pieces of normal size. */
 static void alternating_nodes_make_no_tiny_pieces(void)
 {
     kvn_numa *numa = numa_of(2);
@@ -79,7 +79,7 @@ static unsigned next_random(unsigned below)
     return (unsigned)(state >> 33) % below;
 }
 
-/* Each byte is claimed once, by pieces that are on one share; the rest is not confirmed if the job is given up. */
+/* Each byte is claimed once, by pieces inside of one share. Unclaimed bytes are unconfirmed if the job is aborted. */
 static void every_byte_is_claimed_once(void)
 {
     static const int numbers[] = {FIRST, SECOND, THIRD, ABSENT, ELSEWHERE};
@@ -127,7 +127,7 @@ static void every_byte_is_claimed_once(void)
     free(numa);
 }
 
-/* ---- what is known of pages ---- */
+/* ---- the cache of the nodes of pages ---- */
 
 static void answers_are_kept_for_a_while(void)
 {
@@ -140,7 +140,7 @@ static void answers_are_kept_for_a_while(void)
         dst[i] = ON(i % 3 ? SECOND : ELSEWHERE, i * 2 * MIB);
     }
     kvn_numa_learn(numa, &batch, 150, now);
-    CHECK(num_asked == 150); /* as many as it may */
+    CHECK(num_asked == 150); /* the given maximum */
     kvn_numa_learn(numa, &batch, 150, now);
     CHECK(num_asked == 200);
     num_calls = 0;
@@ -153,7 +153,7 @@ static void answers_are_kept_for_a_while(void)
     kvn_numa_learn(numa, &batch, 150, now + 9 * second);
     CHECK(kvn_numa_of(numa, dst[1], now + 9 * second) == 1);
 
-    /* Neighbours in 2 MiB are one question. A page that does not exist is asked for again. */
+    /* Pages in the same 2 MiB are one question. The kernel is asked again for a page that did not exist. */
     begin_batch(KVN_CALLER_HURRIES);
     add(ABSENT, MIN);
     add(ABSENT, MIN);
@@ -170,7 +170,7 @@ static void answers_are_kept_for_a_while(void)
     kvn_numa_learn(numa, &batch, 100, now);
     CHECK(kvn_numa_of(numa, dst[0], now) == 2);
     num_calls = 0;
-    kvn_numa_learn(numa, &batch, 100, now); /* not again for a while */
+    kvn_numa_learn(numa, &batch, 100, now); /* the kernel is not asked again yet */
     CHECK(num_calls == 0);
     free(numa);
 }

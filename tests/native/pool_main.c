@@ -1,17 +1,17 @@
-/* A caller that found no place in the pool sleeps. Once a place is free, the caller takes it.
+/* Places of a pool. A caller without a place sleeps, and takes the first free place.
  * usage: pool THREADS. Prints how many threads moved the caller's job at the same time.
- *        pool first. Prints the jobs behind one that holds the only thread, in the order in which they were moved:
- *        a is submitted first, b has a caller that waits.
- *        pool places. Prints how many places of two workers have for a job whose caller hurries, is computing, has
- *        just returned, and has returned long ago; then whether each call notes that its caller is awake: the submit
- *        by one that hurries, that by one that returns, and a wait in vain.
- *        pool looks. Prints how often a worker has looked for work: as each of six jobs came long after the one
- *        before; then for one that came at once. */
-#include "host/pool.c" /* its mutex shows when the caller sleeps */
+ *        pool first. Prints the order of two jobs that wait for the only thread: a was submitted first, the caller of b
+ *        waits.
+ *        pool places. Prints the number of workers with a place for a job whose caller hurries, is computing, has just
+ *        returned, or has returned long ago; then whether each call notes that its caller is awake: a submit by a
+ *        caller that hurries, a submit by a caller that returns, and a wait that ends at its deadline.
+ *        pool looks. Prints how often a worker has looked for work: after six jobs with long pauses before them, and
+ *        after a job without a pause. */
+#include "host/pool.c" /* for its mutex, which shows that the caller sleeps */
 
 enum { DEADLINE_S = 20 };
 
-/* Guarded by `mutex`. */
+/* `mutex` guards the variables below. */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static unsigned threads, blocked, together, most;
@@ -38,7 +38,7 @@ static int block(void *context, const kvn_columns *batch, const kvn_piece *piece
     return status;
 }
 
-/* Holds its thread until all threads of the pool are here. */
+/* Holds its thread until all threads of the pool are in this call. */
 static int meet(void *context, const kvn_columns *batch, const kvn_piece *piece, kvn_fault *fault)
 {
     (void)context, (void)batch, (void)piece, (void)fault;
@@ -104,7 +104,7 @@ static int wait_and_release(kvn_job *job)
     return status;
 }
 
-/* A job whose caller waits is served before the others. */
+/* Moves jobs whose caller waits before others. */
 static int order(kvn_pool *pool)
 {
     kvn_job before, a, b;
@@ -124,7 +124,7 @@ static int order(kvn_pool *pool)
     return status;
 }
 
-/* Moves a job after a previous one that ended at that time, and waits until the worker sleeps. */
+/* Moves a job as if the previous one had ended at `ended_ns`, and waits until the worker sleeps. */
 static void move_one(kvn_pool *pool, int64_t ended_ns)
 {
     kvn_job job;
@@ -152,7 +152,7 @@ static int looks(kvn_pool *pool)
     for (int i = 0; i < 6; i++)
         move_one(pool, kvn_now_ns() - hour_ns);
     printf("%u ", (unsigned)kvn_pool_looks(pool));
-    move_one(pool, kvn_now_ns() + hour_ns); /* even if submitting the job takes long */
+    move_one(pool, kvn_now_ns() + hour_ns); /* an hour ahead, in case the submit takes long */
     printf("%u\n", (unsigned)kvn_pool_looks(pool));
     return 0;
 }
@@ -171,7 +171,7 @@ static int places(kvn_pool *pool)
 {
     const int64_t hour_ns = INT64_C(3600000000000);
     kvn_job before, job;
-    pthread_mutex_lock(&pool->mutex); /* the workers see none of these jobs */
+    pthread_mutex_lock(&pool->mutex); /* hides these jobs from the workers */
     printf("%u ", places_for(pool, KVN_CALLER_HURRIES, 0));
     printf("%u ", places_for(pool, KVN_CALLER_COMPUTES, 0));
     printf("%u ", places_for(pool, KVN_CALLER_RETURNS, kvn_now_ns() + hour_ns));

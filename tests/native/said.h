@@ -27,7 +27,7 @@ static int submit_said(kvn_backend *self, const kvn_columns *batch, kvn_request 
     if ((batch->after && said.refuses) || (batch->caller == KVN_CALLER_HURRIES && said.is_full))
         return KVN_PENDING;
     said.submitted++;
-    *out = (kvn_request *)report; /* all that is different between requests */
+    *out = (kvn_request *)report; /* requests differ only in their reports */
     return KVN_OK;
 }
 

@@ -67,7 +67,7 @@ static void pass_wakes(void)
     kvn_task_release(&task);
 }
 
-/* A thread that waits at a gate continues when the gate opens, or when it never will. */
+/* A thread that waits at a gate continues when the gate opens or fails. */
 static void open_wakes(void)
 {
     const int given[] = {KVN_OK, KVN_FAILED};
@@ -111,7 +111,7 @@ static void *order_stream(void *task)
     return (void *)(intptr_t)kvn_task_block_stream(task, NULL, KVN_FOREVER, &why);
 }
 
-/* A thread that waits while a stream is put behind the task continues after that, even if the bytes arrive before. */
+/* A thread that waits during block_stream continues after that call, even if the bytes arrive earlier. */
 static void order_wakes(void)
 {
     kvn_backend_vtable with_streams = plain;
@@ -144,7 +144,7 @@ static int refuse_entry(kvn_gate *gate, kvn_gate_waiter *waiter, kvn_failure *fa
     return kvn_fail(failure, KVN_NO_MEMORY, 12, "no room at the gate");
 }
 
-/* A task has the failure of its gate, and leaves the gate if and only if it has entered. */
+/* A task fails as its gate fails, and leaves the gate if and only if it has entered. */
 static void gate_fails(void)
 {
     static const int statuses[] = {KVN_NO_MEMORY, KVN_PEER_GONE, KVN_CANCELLED, KVN_UNSUPPORTED};
@@ -176,7 +176,7 @@ static void gate_fails(void)
     CHECK(said.submitted == 0);
 }
 
-/* The thread of a gate never waits for a place: a batch without one is opened again later, or given up. */
+/* The thread of a gate never waits for a place: it submits a batch without a place again later, until the abort. */
 static void opened_again(void)
 {
     kvn_backend backend = {&plain};
@@ -258,7 +258,7 @@ static void fail_first_layer(void)
     CHECK(kvn_layered_poll(&layered) == KVN_PENDING && kvn_layered_is_sealed(&layered));
 }
 
-/* A layer that opens while another one fails does not stay behind its event. */
+/* A layer that opens while another layer fails does not wait for its event any more. */
 static void open_beside_failure(void)
 {
     kvn_backend backend = {&plain};
@@ -290,7 +290,7 @@ static void abort_in_another_thread(void)
     wait_until_it_sleeps();
 }
 
-/* The reason is that of the first abort. */
+/* The first of two aborts gives the reason. */
 static void abort_twice(void)
 {
     kvn_backend backend = {&plain};
@@ -323,7 +323,7 @@ static int poll_place(kvn_backend *self, kvn_request *request, uint64_t *bytes_d
     return status;
 }
 
-/* A layer that fails while it is given up has failed. */
+/* A layer that fails during its abort has failed. */
 static void fail_beside_abort(void)
 {
     kvn_backend_vtable failing = plain;
@@ -349,7 +349,7 @@ static int submit_beside_abort(kvn_backend *self, const kvn_columns *batch, kvn_
     return submit_said(self, batch, out, report);
 }
 
-/* An abort that comes before a layer is submitted stops the layer afterwards. */
+/* An abort during the submit of a layer stops the layer afterwards. */
 static void open_beside_abort(void)
 {
     kvn_backend_vtable aborted = plain;
@@ -374,7 +374,7 @@ static void *wait_for_layers(void *unused)
     return (void *)(intptr_t)kvn_layered_wait(&layered, kvn_now_ns() + 5 * SECOND);
 }
 
-/* The deadline of the first thread passes while the second waits for it; the second finds the end. */
+/* The first call ends at its deadline while the second thread waits for it; the second call finds the end. */
 static int wait_in_turn(kvn_backend *self, kvn_request *request, int64_t deadline_ns)
 {
     (void)self, (void)deadline_ns;
@@ -387,7 +387,7 @@ static int wait_in_turn(kvn_backend *self, kvn_request *request, int64_t deadlin
     return outcome(request);
 }
 
-/* A thread that waits takes over from one that leaves at its deadline. */
+/* A waiting thread takes over from a thread that leaves at its deadline. */
 static void deadline_wakes(void)
 {
     kvn_backend_vtable waited = plain;
@@ -414,7 +414,7 @@ static size_t heap_nbytes(void)
 #endif
 }
 
-/* That holds for layers that are done, failed, given up, or never opened. */
+/* Layers that are done, failed, aborted or never opened are freed. */
 static void layers_are_freed(void)
 {
     static const int ends[] = {KVN_OK, KVN_FAILED, KVN_CANCELLED};

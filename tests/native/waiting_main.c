@@ -51,8 +51,8 @@ static void helper_leaves(void)
     kvn_pool_destroy(pool);
 }
 
-/* The confirmed part of a job that ends after each number of pieces: claimed bytes come first, and a
- * descriptor with unclaimed bytes stays unconfirmed. */
+/* Aborts a job after each number of pieces. Descriptors with unclaimed bytes are unconfirmed, the earlier ones are
+ * confirmed. */
 static void give_up_between_pieces(void)
 {
     enum { COUNT = 6, MIN = KVN_PIECE_MIN };
@@ -96,7 +96,7 @@ static void give_up_between_pieces(void)
 static sem_t has_begun, may_end;
 static kvn_ending ending;
 
-/* Waits until the check lets it end. */
+/* Moves nothing, and returns when the check allows the end. */
 static int move_when_told(void *context, const kvn_columns *batch, const kvn_piece *piece, kvn_fault *fault)
 {
     (void)context, (void)batch, (void)piece, (void)fault;
@@ -109,7 +109,7 @@ static void destroy_nothing(kvn_backend *self) { (void)self; }
 
 static const kvn_backend_vtable POOLED = KVN_POOLED_VTABLE("told", destroy_nothing);
 
-/* A transfer that is awaited and given up as a request, a task, and a layered task. */
+/* A transfer that is awaited and aborted as a request, a task, and a layered task. */
 typedef struct waited {
     kvn_backend *backend;
     kvn_request *request;
@@ -167,7 +167,7 @@ static void check_all_wake(waited *it, int (*const *calls)(waited *it), size_t c
     for (size_t i = 0; i < count; i++) {
         void *status;
         CHECK(pthread_timedjoin_np(threads[i], &status, &deadline) == 0);
-        CHECK((intptr_t)status == KVN_OK); /* all bytes were claimed when it was given up */
+        CHECK((intptr_t)status == KVN_OK); /* all bytes were claimed before the abort */
     }
 }
 
@@ -183,7 +183,7 @@ static void all_who_wait_wake(void)
     sem_init(&has_begun, 0, 0);
     sem_init(&may_end, 0, 0);
     kvn_pooled_init(&backend, &POOLED, pool, move_when_told);
-    for (int first = 0; first < 3; first++) { /* index of the call that comes first, and sleeps first */
+    for (int first = 0; first < 3; first++) { /* index of the call that sleeps first */
         int (*const of_request[])(waited *) = {wait_for_request, wait_for_request, abort_request};
         int (*const of_task[])(waited *) = {wait_for_the_task, wait_for_the_task, abort_the_task};
         int (*const of_layers[])(waited *) = {wait_for_layers, wait_for_layers, abort_layers};
@@ -215,7 +215,7 @@ static void all_who_wait_wake(void)
     kvn_pool_destroy(pool);
 }
 
-/* The bytes that have moved are known while another thread waits. */
+/* A thread can read the number of moved bytes while another thread waits. */
 static void bytes_beside_a_wait(void)
 {
     static const uint64_t nbytes[2] = {KVN_PIECE_MIN, KVN_PIECE_MIN}, nowhere[2];

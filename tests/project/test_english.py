@@ -82,6 +82,22 @@ def comments(source: str) -> Iterator[str]:
             yield token.string
 
 
+def native_comments(source: str) -> Iterator[Text]:
+    """Yield the comments of C or Cython, and docstrings of Cython; "line": those after code."""
+    found = re.finditer(r'(?m:^( *))?(?:/\*(.*?)\*/|"""(.*?)"""|# ([^\n]*))', source, re.DOTALL)
+    for comment in found:
+        text = re.sub(r"\n *\*? *", " ", comment[2] or comment[3] or comment[4] or "")
+        yield Text(text.lstrip("* "), "thing" if comment[1] is not None else "line")
+
+
+def bad_native_comments(source: str) -> Iterator[str]:
+    for comment in native_comments(source):
+        first = comment.text.partition(" ")[0].rstrip(".,:;")
+        is_bad = FIRST_WORDS.match(first) or CONTINUATIONS.match(first)
+        if (is_bad and comment.kind != "line") or re.search(rf"\b(?:{WORDS})\b", comment.text):
+            yield comment.text
+
+
 def bad_first_words(source: str) -> Iterator[str]:
     for doc in docstrings(ast.parse(source)):
         line = doc.text.partition("\n")[0]
@@ -154,6 +170,18 @@ def test_first_lines_and_words_beside_the_library_are_plain(folder: str) -> None
     assert not found
 
 
+@pytest.mark.parametrize("folder", ["include", "kvnative", "tests"])
+def test_comments_of_native_code_are_plain(folder: str) -> None:
+    """Files .cu are left out: a change of their text needs new PTX (`make ptx`)."""
+    found = {
+        str(path.relative_to(ROOT)): wrong
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in {".c", ".cpp", ".h", ".pxd", ".pyx"}
+        if (wrong := [*bad_native_comments(path.read_text())])
+    }
+    assert not found
+
+
 def test_first_lines_and_words_of_tests_are_plain() -> None:
     """A docstring of a test or a fixture is a sentence or a noun, not an imperative."""
     found: dict[str, list[str]] = {}
@@ -210,4 +238,14 @@ def test_each_kind_of_bad_english_is_detected() -> None:
     assert [*long_sentences(f'"""{"word " * 31}end."""')] != []
     assert [*long_sentences(f'"""{"word " * 29}end."""')] == []
     assert [*long_sentences_of_page(f"# Title\n\n- Short.\n- {'word ' * 31}end.\n")] != []
+    native = (
+        "/* What it does. */\n    /*\n     * As before: nobody\n     * waits. */\n/* A row. */\n"
+        "int a; /* as told */\nint b; /* there is\n        * no lock */\n# Whether\n"
+    )
+    assert [*bad_native_comments(native)] == [
+        "What it does. ",
+        "As before: nobody waits. ",
+        "there is no lock ",
+        "Whether",
+    ]
     assert [*long_sentences_of_page(f"{'word ' * 29}end.\n| {'cell | ' * 31}\n")] == []

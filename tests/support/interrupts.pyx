@@ -42,7 +42,7 @@ cdef class Interrupts:
         return self.at
 
     def call(self, function):
-        """Call `function`, interrupted at the next place; return False if there is no such place.
+        """Call `function`, interrupted at the next place; return False after the last place.
 
         An exception other than KeyboardInterrupt is raised to the caller.
         """

@@ -1,4 +1,4 @@
-/* Checks of the bytes that a client requests ahead, over networks of other bandwidths and delays, in virtual time. */
+/* Checks of the number of bytes that a client requests ahead, in virtual time, for several bandwidths and delays. */
 #include "tcp/flight.h"
 
 #include <string.h>
@@ -7,10 +7,10 @@
 
 #define MIB (UINT64_C(1) << 20)
 #define WINDOW 64
-#define GB_PER_S(n) (n) /* a byte a ns */
+#define GB_PER_S(n) (n) /* bytes a ns */
 #define MS(n) ((int64_t)((n) * 1e6))
 
-/* The network: answers come after the delay, one behind another at the bandwidth. */
+/* A simulated network: answers arrive in order, at the bandwidth, after the delay. */
 typedef struct network {
     kvn_tcp_flight flight;
     double bytes_per_ns;
@@ -49,7 +49,7 @@ static void answer(network *self, bool is_moved)
     self->count--;
 }
 
-/* Moves that many MiB in requests of 1 MiB, as many ahead as there is room for. Returns bytes a ns. */
+/* Moves `mib` MiB in requests of 1 MiB, as far ahead as the flight has room. Returns bytes a ns. */
 static double move(network *self, unsigned mib)
 {
     const int64_t began = self->now_ns;
@@ -66,7 +66,7 @@ static double move(network *self, unsigned mib)
     return (double)(mib * MIB) / (double)(self->now_ns - began);
 }
 
-/* A network of 25 MB, three times the least flight, is kept full. */
+/* A network that holds 25 MB, three times the least flight, is kept full. */
 static void far(void)
 {
     network net;
@@ -77,7 +77,7 @@ static void far(void)
     CHECK(net.flight.limit > 25000000 && net.flight.limit < 60000000);
 }
 
-/* Within a host, and where the network is slow, more would only wait in a queue. */
+/* Inside of a host and in a slow network, the least flight suffices: more bytes would only wait in a queue. */
 static void near_or_slow(void)
 {
     network net;
@@ -90,7 +90,7 @@ static void near_or_slow(void)
     CHECK(net.flight.limit == KVN_TCP_LEAST_FLIGHT);
 }
 
-/* The window of requests bounds what is ahead. */
+/* The flight never exceeds KVN_TCP_MOST_FLIGHT. */
 static void beyond(void)
 {
     network net;
@@ -100,7 +100,7 @@ static void beyond(void)
     CHECK(net.flight.limit == KVN_TCP_MOST_FLIGHT);
 }
 
-/* Small transfers, one at a time, measure the program and not the network. */
+/* Small transfers, one at a time, leave the limit unchanged: they measure the program and not the network. */
 static void pace_of_the_program(void)
 {
     network net;
@@ -115,7 +115,7 @@ static void pace_of_the_program(void)
     CHECK(before > KVN_TCP_LEAST_FLIGHT && net.flight.limit == before);
 }
 
-/* Other traffic takes nearly all of the bandwidth: nothing stays in its queue. */
+/* The limit falls again when other traffic takes nearly all of the bandwidth. */
 static void becomes_slow(void)
 {
     network net;
@@ -127,7 +127,7 @@ static void becomes_slow(void)
     CHECK(net.flight.limit == KVN_TCP_LEAST_FLIGHT);
 }
 
-/* Bytes that the peer refused did not move, however soon it refused them. */
+/* Refused bytes do not count as moved, so fast refusals do not raise the limit. */
 static void refused(void)
 {
     network net;
@@ -143,7 +143,7 @@ static void refused(void)
     CHECK(net.flight.limit == KVN_TCP_LEAST_FLIGHT && net.flight.shortest_ns == INT64_MAX);
 }
 
-/* A clock that did not advance between request and answer divides by nothing. */
+/* A clock that does not advance between request and answer causes no division by 0. */
 static void no_time(void)
 {
     kvn_tcp_flight flight;
@@ -155,7 +155,7 @@ static void no_time(void)
     CHECK(flight.limit >= KVN_TCP_LEAST_FLIGHT && flight.limit <= KVN_TCP_MOST_FLIGHT && flight.out == 0);
 }
 
-/* An aborted push waits as long as the latest request took, twice; half a second more, and five seconds at most. */
+/* An aborted push waits half a second plus twice the time of the latest request, but at most five seconds. */
 static void drained(void)
 {
     network net;

@@ -1,4 +1,4 @@
-/* A libcrypto that encrypts one record per context, by inverting it, and refuses all others. */
+/* A libcrypto that encrypts one record for each context, by inverting its bytes, and refuses later records. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,4 +1,4 @@
-/* The slots of a connection, over a device whose copies run from `submit` to `wait`. */
+/* The staging slots of a connection, with a simulated device whose copies last from `submit` to `wait`. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,10 +17,10 @@
         }                                                                               \
     } while (0)
 
-#define PIECE (512u << 10) /* of a slot */
+#define PIECE (512u << 10) /* bytes of a slot */
 #define SOME 1000u
 
-static uint8_t memory[2 * PIECE], sent[2 * PIECE]; /* "of the device" */
+static uint8_t memory[2 * PIECE], sent[2 * PIECE]; /* memory of the simulated device */
 static int ends[2];
 static unsigned begun, waited;
 static int unread_at_wait[4];
@@ -53,7 +53,7 @@ static int submit(kvn_backend *self, const kvn_columns *batch, kvn_request **out
     report->status = KVN_OK;
     for (size_t i = 0; i < batch->count; i++)
         memcpy((void *)(uintptr_t)batch->dst[i], (void *)(uintptr_t)batch->src[i], batch->nbytes[i]);
-    CHECK(begun == waited); /* one at a time */
+    CHECK(begun == waited); /* one copy at a time */
     begun++;
     if (on_begin)
         on_begin();
@@ -112,7 +112,7 @@ static void reads_beside_a_copy(void)
         CHECK(kvn_tcp_receive(&stream, &parts) == (at < PIECE ? -EAGAIN : (ssize_t)PIECE));
     }
     CHECK(begun == 1 && waited == 1);
-    CHECK(unread_at_wait[0] == 0); /* bytes that came meanwhile were read before the wait for the copy */
+    CHECK(unread_at_wait[0] == 0); /* the service read arriving bytes before it waited for the copy */
     CHECK(memcmp(memory, sent, PIECE) == 0);
     CHECK(kvn_tcp_has_received(&stream));
     kvn_tcp_close(&stream);
@@ -127,9 +127,9 @@ static void sends_beside_a_copy(void)
 
     stream.fd = ends[0];
     memcpy(memory, sent, sizeof sent);
-    CHECK(kvn_tcp_send(&stream, &parts) == 2 * PIECE - 1); /* one byte less: the socket has not taken all */
+    CHECK(kvn_tcp_send(&stream, &parts) == 2 * PIECE - 1); /* one byte is left, because the socket was full */
     CHECK(begun == 2 && waited == 2);
-    CHECK(unread_at_wait[0] == 0 && unread_at_wait[1] > 0); /* part of the first was sent before the second arrived */
+    CHECK(unread_at_wait[0] == 0 && unread_at_wait[1] > 0); /* first slot was sent during the second copy */
     memset(memory, 0, sizeof memory);
     kvn_tcp_parts_begin(&parts);
     kvn_tcp_parts_add_of(&parts, &device, (uintptr_t)memory + 2 * PIECE - 1, 1);

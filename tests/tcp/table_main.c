@@ -58,7 +58,7 @@ static void begin_table(void)
     CHECK(kvn_tcp_table_init(&table, 8, NULL, &failure) == KVN_OK);
 }
 
-/* The earliest of several deadlines counts, at any place among them. */
+/* The earliest of several deadlines counts, at any position. */
 static void earliest_deadline(void)
 {
     static const uint32_t orders[][4] = {{0, 1, 2, 3}, {0, 3, 2, 1}, {0, 2, 1, 3}};
@@ -74,7 +74,7 @@ static void earliest_deadline(void)
     kvn_tcp_table_fini(&table);
 }
 
-/* A running request looks again once a row's deadline is earlier or later. */
+/* A running request checks again after the deadline of a row has changed. */
 static void renewed_under_way(void)
 {
     static const uint32_t slots[] = {0, 1};
@@ -98,8 +98,8 @@ static kvn_tcp_progress never(kvn_tcp_watched *self, uint32_t events)
     return KVN_TCP_SLEEPS;
 }
 
-/* No two successive connections of a thread have the same key: an event of the first one, fetched before it was
- * forgotten, must not be mistaken for one of the second. */
+/* Two connections that use the same place after each other have different keys, so that a late event of the first
+ * cannot be mistaken for one of the second. */
 static void key_of_reused_place(void)
 {
     kvn_tcp_service *service;
@@ -117,12 +117,12 @@ static void key_of_reused_place(void)
         kvn_tcp_service_forget(&watched);
         for (int before = 0; before < i; before++)
             CHECK(keys[before] != keys[i]);
-        CHECK((uint32_t)keys[i] == (uint32_t)keys[0]); /* otherwise nothing was tested */
+        CHECK((uint32_t)keys[i] == (uint32_t)keys[0]); /* the place is reused */
     }
     kvn_tcp_service_destroy(service);
 }
 
-/* An abandoned push waits for bytes on the wire: if those were all, and the peer took them, the push is done. */
+/* An abandoned push waits for bytes on the wire. The push succeeds if these complete it, and the peer takes them. */
 static void given_up_when_all_was_taken(void)
 {
     for (uint64_t taken = 0; taken < 3; taken++) {
@@ -153,7 +153,7 @@ static bool is_refused(uint64_t slot, uint64_t address, uint64_t nbytes, const c
     return kvn_tcp_table_add(&table, slot, &row, &failure) == KVN_INVALID && strstr(failure.message, word);
 }
 
-/* An impossible range is refused, and the existing one stays unchanged. */
+/* A refused range leaves the existing one unchanged. */
 static void refused_rows(void)
 {
     static const uint32_t slots[] = {2};
@@ -180,7 +180,7 @@ static void count_failure(void *context, int code, const char *why)
     ++*(int *)context;
 }
 
-/* A push that has arrived completely is not written once its peer is gone, in whatever way that is found. */
+/* The server does not write a completely received push after its peer has gone, whichever event shows that. */
 static void push_of_gone_peer(void)
 {
     static const uint32_t seen[] = {0, EPOLLRDHUP, EPOLLHUP, EPOLLERR, EPOLLRDHUP | EPOLLHUP};
@@ -233,7 +233,7 @@ static int count_files(void)
     return found;
 }
 
-/* A connection that cannot be watched takes no place: a closed descriptor, a file, or one that is watched already. */
+/* A descriptor that cannot be watched takes no place: it is closed, of a file, or watched already. */
 static void unwatched(void)
 {
     kvn_tcp_service *service;
@@ -256,7 +256,8 @@ static void unwatched(void)
     kvn_tcp_service_destroy(service);
 }
 
-/* A service whose n-th thread cannot start leaves no descriptor. Runs as a user without other processes. */
+/* A service whose n-th thread cannot start leaves no open descriptor. The check runs as a user without other processes,
+ * because RLIMIT_NPROC counts all of a user. */
 static void no_threads(void)
 {
     const uid_t user = 100000 + (uid_t)getpid();
@@ -283,7 +284,7 @@ static void no_threads(void)
     CHECK(refused > 0);
 }
 
-/* A link that gets no descriptor closes all sockets that it was given. */
+/* A link that cannot get a descriptor closes all of its sockets. */
 static void no_link(void)
 {
     kvn_tcp_service *service;
@@ -315,7 +316,7 @@ static bool is_mapped(void *address)
     return msync(address, 1, MS_ASYNC) == 0;
 }
 
-/* A service ends with its creator and its last link, in any order. */
+/* A service ends after its creator and its last link have, in either order. */
 static void last_user(void)
 {
     for (int link_ends_first = 0; link_ends_first < 2; link_ends_first++) {

@@ -1,4 +1,4 @@
-/* Checks that the end of an endpoint wakes threads that wait for it, and that queued work is always begun. */
+/* Checks that the end of an endpoint wakes waiting threads, and that queued work is always begun. */
 #include "ucx/endpoint.c"
 
 #include <sys/syscall.h>
@@ -14,7 +14,7 @@ static void *wait_for_ends(void *unused)
     return unused;
 }
 
-/* A thread that closes a worker sleeps until the last of its endpoints has ended: nothing else wakes the thread. */
+/* The end of the last endpoint wakes a thread that closes the worker. */
 static void woken_by_the_last(void)
 {
     kvn_ucx_endpoint endpoints[2];
@@ -25,7 +25,7 @@ static void woken_by_the_last(void)
     pthread_mutex_init(&worker.progress_lock, NULL);
     kvn_cond_init(&worker.changed);
     atomic_store(&worker.num_endpoints, 2);
-    pthread_mutex_lock(&worker.progress_lock); /* as in a step; the other thread makes no progress itself */
+    pthread_mutex_lock(&worker.progress_lock); /* the other thread cannot call progress itself */
     CHECK(pthread_create(&thread, NULL, wait_for_ends, NULL) == 0);
     for (int i = 0; i < 2; i++) {
         endpoints[i] = (kvn_ucx_endpoint){.worker = &worker, .num_holders = 2, .is_closed = true};
@@ -55,7 +55,7 @@ static unsigned progress_nothing(kvn_ucp_worker_h unused)
     return 0;
 }
 
-/* As if another thread submitted now: it finds the progress lock taken, and leaves its work to the lock's holder. */
+/* Submits work as another thread would, which finds the progress lock taken. */
 static kvn_ucs_status arm_late(kvn_ucp_worker_h unused)
 {
     (void)unused;
@@ -67,7 +67,7 @@ static kvn_ucs_status arm_late(kvn_ucp_worker_h unused)
     return KVN_UCS_OK;
 }
 
-/* Work that is queued after the last look of the lock's holder is begun by it, because no event would come for it. */
+/* The holder of the progress lock begins work that is queued after its last check, because no event would follow. */
 static void begun_by_the_holder(void)
 {
     static const kvn_ucx calls = {.ucp_worker_progress = progress_nothing, .ucp_worker_arm = arm_late};

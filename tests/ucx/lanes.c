@@ -1,4 +1,5 @@
-/* A UCX of which one way alone tells the transports of an endpoint: MINOR 14, the query; MINOR 13, the description. */
+/* A UCX that shows the transports of an endpoint in only one way: ucp_ep_query with MINOR 14, ucp_ep_print_info with
+ * MINOR 13. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 
@@ -14,7 +15,7 @@ void ucp_get_version(unsigned *major, unsigned *minor, unsigned *release)
 }
 
 #if MINOR < 14
-/* As in 1.13, which knows no such field. */
+/* Stores nothing, because 1.13 does not know the field. */
 kvn_ucs_status ucp_ep_query(kvn_ucp_ep_h ep, void *attributes)
 {
     (void)ep, (void)attributes;

@@ -1,4 +1,4 @@
-/* A UCX that ends large gets, and closes endpoints, no sooner than it may; and that watches how keys are destroyed. */
+/* A UCX that holds large gets and closes of endpoints until may_close_in, and counts destroyed keys. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -17,7 +17,7 @@ static struct held {
     kvn_ucp_send_nbx_callback send;
     void *user_data;
     kvn_ucp_rkey_h key;
-} held[ROOM + 1]; /* the last one is the close */
+} held[ROOM + 1]; /* gets; the last one is a close */
 
 static struct unpacked {
     kvn_ucp_rkey_h key;
@@ -37,21 +37,21 @@ static int64_t now_ns(void)
     return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
-/* How many gets were begun, and are held. */
+/* Returns the number of held gets. */
 unsigned num_begun(void) { return num_held; }
 
-/* How many keys were destroyed: all; while a get that is held used them; after their endpoint was closed. */
+/* Return the number of destroyed keys: all, those that a held get uses, those of a closed endpoint. */
 unsigned keys_destroyed(void) { return num_destroyed; }
 unsigned keys_destroyed_in_use(void) { return num_in_use; }
 unsigned keys_destroyed_after_close(void) { return num_after_close; }
 
-/* From then on. */
+/* Ends the held operations after `ms`. */
 void may_close_in(int64_t ms) { due_ns = now_ns() + ms * 1000000; }
 
-/* Endpoints that watch their peer are made too, and can be closed by force. */
+/* From now on, creates endpoints without error handling, although the caller asks for error handling. */
 void watch_peers(void) { is_watching = true; }
 
-/* From now on the calling thread ends no close; the one that does returns late from the pass that ended it. */
+/* From now on, the calling thread does not end closes. The thread that ends a close returns late from that progress. */
 void pass_slowly(void)
 {
     closing_thread = pthread_self();

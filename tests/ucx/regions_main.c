@@ -1,12 +1,12 @@
-/* Checks of what is left of memory that UCX does not register. */
+/* Checks that nothing stays registered after UCX has refused memory. */
 #include "ucx/region.c"
 
 #include <unistd.h>
 
 #include "check.h"
 
-static kvn_ucs_status of_map, of_pack; /* what the calls return */
-static int mapped, packed;             /* now */
+static kvn_ucs_status of_map, of_pack; /* results of the calls */
+static int mapped, packed;             /* current numbers */
 
 static kvn_ucs_status map_memory(kvn_ucp_context_h context, const kvn_ucp_mem_map_params *params, kvn_ucp_mem_h *out)
 {
@@ -46,7 +46,7 @@ static const char *text_of(kvn_ucs_status status)
     return "refused";
 }
 
-/* Whichever step is refused; and of the next try, which is not, until its last user drops it. */
+/* A refusal in any step leaves nothing. The next, successful registration lasts until its last user ends. */
 static void nothing_left(void)
 {
     static const kvn_ucs_status refusals[][2] = {

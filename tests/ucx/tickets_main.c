@@ -1,4 +1,4 @@
-/* Checks of the tickets of a worker, which wrap after 2**32, and of the ends of transfers. */
+/* Checks of the tickets of a worker, whose numbers wrap at 2**32, and of the ends of transfers. */
 #include "ucx/transfer.c"
 
 #include "check.h"
@@ -13,11 +13,11 @@ static void after_the_last_number(void)
     uint32_t before = 0;
 
     request->route = &route;
-    for (int i = 0; i < 4; i++) { /* the last one, and those after it */
+    for (int i = 0; i < 4; i++) { /* the last number, and those after the wrap */
         put_ticket(request, (unsigned)i % 2);
         const uint64_t ticket = atomic_load(&tickets[i % 2]);
         CHECK(ticket >> 32 == 7);
-        CHECK((uint32_t)ticket != 0); /* that is no ticket of its own */
+        CHECK((uint32_t)ticket != 0); /* 0 is not a valid number */
         CHECK((uint32_t)ticket != before);
         CHECK(request->ticket == (unsigned)i % 2 + 1);
         before = (uint32_t)ticket;
@@ -25,7 +25,7 @@ static void after_the_last_number(void)
     free(request);
 }
 
-/* However it ends: an owner waits for a ticket that stands. */
+/* A transfer removes its ticket at its end, with any outcome, because an owner waits for each ticket. */
 static void gone_at_the_end(void)
 {
     static const struct {
@@ -55,18 +55,18 @@ static void gone_at_the_end(void)
     }
 }
 
-static void *flushing; /* the operation of the flush under way */
+static void *flushing; /* the operation of the current flush */
 
 static kvn_ucs_status_ptr flush(kvn_ucp_ep_h ep, const kvn_ucp_request_param *param)
 {
     CHECK(ep && !flushing);
     flushing = param->user_data;
-    return &flushing; /* it ends later */
+    return &flushing; /* the check ends the flush */
 }
 
 static void free_handle(void *handle) { CHECK(handle == &flushing); }
 
-/* What is put may be on its way until a flush has ended, also of a transfer that is given up or has failed. */
+/* The bytes of a put may arrive until a flush has ended, also if the transfer was aborted or has failed. */
 static void flushed_before_the_end(void)
 {
     static const struct {
@@ -92,7 +92,7 @@ static void flushed_before_the_end(void)
         request->report = &report;
         request->why = ends[i].why;
         request->failure.status = ends[i].failure;
-        CHECK(step(request) == 0 && !flushing); /* the put has not left yet */
+        CHECK(step(request) == 0 && !flushing); /* the put has not completed */
         complete(put, KVN_UCS_OK);
         CHECK(step(request) == 1 && flushing);
         CHECK(step(request) == 0 && !atomic_load(&request->finished) && atomic_load(&tickets[0]) != 0);
@@ -105,7 +105,7 @@ static void flushed_before_the_end(void)
     }
 }
 
-/* UCX writes to a request until its last operation has ended, in whichever phase the transfer was given up. */
+/* A transfer ends after its last operation, in whichever phase it was aborted: UCX writes to the request until then. */
 static void waited_for_before_the_end(void)
 {
     static const kvn_ucx_phase phases[] = {KVN_UCX_CHECKING_BEFORE, KVN_UCX_MOVING, KVN_UCX_CHECKING_AFTER};
@@ -136,7 +136,7 @@ static void waited_for_before_the_end(void)
     }
 }
 
-/* Who ends what this transfer does not use waits for the round under way alone. */
+/* Each round has a new ticket, so that an owner whose memory the transfer does not use waits only for this round. */
 static void renewed_after_each_round(void)
 {
     _Atomic uint64_t tickets[2] = {0};

@@ -34,7 +34,7 @@ static void settle_with_outcome(kvn_task *task)
         end(task, task->outcome.status);
 }
 
-/* Ends a task of which nothing was submitted. */
+/* Ends a task that has submitted nothing. */
 static void settle(kvn_task *task, int status)
 {
     kvn_report *outcome = &task->outcome;

@@ -1,4 +1,4 @@
-/* Why a call failed: status, error code and a sentence. */
+/* The failure of a call: status, error code and a sentence. */
 #ifndef KVN_FAILURE_H
 #define KVN_FAILURE_H
 

@@ -10,7 +10,7 @@
 
 typedef struct kvn_gate kvn_gate;
 
-/* For messages about tasks that still wait. */
+/* Text of messages about tasks that still wait. */
 #define KVN_GATE_IS_SHUT "the event that it comes after has not come"
 
 /* A waiter at a gate. Its memory stays in place until the gate has opened or the waiter has left. */
@@ -19,7 +19,7 @@ typedef struct kvn_gate_waiter {
     kvn_gate *gate;
     bool is_open;  /* set by the gate: `open` was called and returned false */
     /* Called by a thread of the gate without locks: KVN_OK, or why the gate never opens. It must not block, because
-     * this thread opens all gates. False, only after KVN_OK: there is no room now, so it is called again later. */
+     * this thread opens all gates. False, only after KVN_OK: the batch found no room, so it is called again later. */
     bool (*open)(struct kvn_gate_waiter *waiter, int status, const kvn_failure *why);
     /* Called by the same thread from time to time until the gate opens: gives the batch to a backend that keeps the
      * order itself, if there is room now. True: it did, and the waiter has left. NULL: the backend keeps no order. */

@@ -43,7 +43,7 @@ typedef struct kvn_layered {
     kvn_report outcome;  /* without spans, which kvn_layered_spans returns for each layer */
 } kvn_layered;
 
-/* Makes a layered task without open layers; `layer_size` >= 1. Returns the outcome if there are no descriptors,
+/* Makes a layered task without open layers; `layer_size` >= 1. Returns the outcome of a batch without descriptors,
  * KVN_NO_MEMORY, after which it must not be released, or KVN_PENDING. The backend, the columns and the ending (with one
  * part) must outlive the outcome. */
 int kvn_layered_init(kvn_layered *layered, kvn_backend *backend, const kvn_columns *columns,

@@ -1,4 +1,4 @@
-/* How backends, wrappers and the executor fill in a kvn_report. */
+/* Functions by which backends, wrappers and the executor fill in a kvn_report. */
 #ifndef KVNATIVE_CORE_REPORT_H
 #define KVNATIVE_CORE_REPORT_H
 

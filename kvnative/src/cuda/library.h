@@ -19,7 +19,7 @@ extern const kvn_symbols kvn_cuda_symbols;
 /* Opens `file`, a path or a name for the loader's own search. `failure` names the missing call, or has the loader's
  * message. */
 int kvn_cuda_library_open(const char *file, kvn_cuda_library *out, kvn_failure *failure);
-/* Calls cuInit; any number of times. KVN_UNSUPPORTED if there is no device. */
+/* Calls cuInit; any number of times. KVN_UNSUPPORTED without a device. */
 int kvn_cuda_library_init(const kvn_cuda_library *library, kvn_failure *failure);
 
 /* ---- properties of devices; after init, without a context ---- */

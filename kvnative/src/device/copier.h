@@ -6,7 +6,7 @@
 #include "device/channel.h"
 #include "kvnative/backend.h"
 
-/* It must stay in place. */
+/* A copier must stay in place. */
 typedef struct kvn_copier {
     kvn_device *device; /* outlives the copier */
     kvn_channel *channel;

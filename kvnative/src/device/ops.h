@@ -30,7 +30,7 @@ typedef enum kvn_memory_kind {
     KVN_MEMORY_FOREIGN  /* of this device, but of another context in this process: out of reach in ours */
 } kvn_memory_kind;
 
-/* Where memory lies. */
+/* The place of memory. */
 typedef struct kvn_memory_place {
     kvn_memory_kind kind;
     uint32_t device;      /* its number; for host memory, the runtime's answer */
@@ -173,7 +173,7 @@ typedef struct kvn_device_ops {
      * 0. */
     int (*copy_batch)(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
                       size_t *failed, kvn_failure *failure);
-    /* As copy_batch, on a stream that waits for an event which may never come, without `can_abort`. It takes only
+    /* Like copy_batch, on a stream that waits for an event which may never come, without `can_abort`. It takes only
      * descriptors that abort_stream can stop until the event comes. KVN_PENDING: it cannot stop the first one, which
      * must wait until the event has come. NULL: either it can stop none of them, or `can_abort` is true and it can
      * stop all. */

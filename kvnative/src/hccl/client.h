@@ -19,7 +19,7 @@ typedef struct kvn_hixl_peer {
 
 typedef struct kvn_client {
     const kvn_hccl *hccl;
-    void *handle; /* NULL: none, or given up */
+    void *handle; /* NULL before the creation, and after the client was given up */
     void *batches[KVN_CLIENT_MAX_BATCHES]; /* in flight, in the order of their calls */
     uint32_t num_batches;
     bool is_failed; /* a call for a batch has failed, which may be running in part: destroy the client */

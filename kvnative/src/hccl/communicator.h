@@ -78,7 +78,7 @@ int kvn_communicator_issue(kvn_communicator *self, bool is_put, kvn_one_sided *d
 bool kvn_communicator_is_polled(const kvn_communicator *self);
 /* KVN_PENDING while such batches are in flight. */
 int kvn_communicator_poll(kvn_communicator *self, kvn_failure *failure);
-/* Stops them; nothing more can be issued then. */
+/* Stops these batches. After that, no batch can be issued. */
 void kvn_communicator_abort(kvn_communicator *self);
 /* Returns true if [address, address + nbytes) lies in one bound region of this side. */
 bool kvn_communicator_covers(kvn_communicator *self, uint64_t address, uint64_t nbytes);

@@ -205,7 +205,7 @@ int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writa
         kvn_fail(failure, KVN_INVALID, 0, "%s: %s", path, flaw);
     else
         map(out, failure);
-    close(out->fd); /* the mapping alone keeps the memory */
+    close(out->fd); /* only the mapping keeps the memory */
     out->fd = -1;
     /* All huge pages exist, and are few. If the kernel cannot map them now, the first use does. */
     if (out->address && out->pages == KVN_PAGES_HUGETLB)

@@ -19,7 +19,7 @@ typedef struct kvn_arena {
     uint64_t nbytes; /* of the file and of the mapping; with hugetlb whole huge pages */
     uint64_t inode;
     uint64_t device; /* of the inode's file system */
-    int fd;          /* -1 in a peer: the mapping alone keeps the memory */
+    int fd;          /* -1 in a peer, where only the mapping keeps the memory */
     int writable;
     kvn_arena_pages pages;
 } kvn_arena;

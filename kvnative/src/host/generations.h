@@ -28,7 +28,7 @@ typedef struct kvn_generations {
     kvn_arena memory;
     uint64_t num_slots;
     uint64_t start; /* of the owner's table: the even number before the first generation of each slot */
-    /* Of the owner: the first slot for leases, and where its searches for a free slot of each kind begin. */
+    /* The owner's fields: the first slot for leases, and the starts of searches for a free slot of each kind. */
     uint64_t first_lease;
     uint64_t next, next_lease;
     bool is_own;
@@ -40,7 +40,7 @@ int kvn_generations_import(int pid, int fd, uint64_t inode, uint64_t num_slots,
                            kvn_generations *out, kvn_failure *failure);
 void kvn_generations_close(kvn_generations *table); /* the owner releases every slot first */
 
-/* For the owner. KVN_NO_MEMORY if all slots are taken; KVN_INVALID if the slot has another generation. A peer's
+/* Calls of the owner. KVN_NO_MEMORY if all slots are taken; KVN_INVALID if the slot has another generation. A peer's
  * transfer that ends after the return of release does not succeed. */
 int kvn_generations_take(kvn_generations *table, bool is_lease, uint64_t deadline_ns, uint64_t *slot,
                          uint64_t *generation, kvn_failure *failure);
@@ -50,8 +50,8 @@ int kvn_generations_renew(kvn_generations *table, uint64_t slot, uint64_t genera
 int kvn_generations_release(kvn_generations *table, uint64_t slot, uint64_t generation,
                             kvn_failure *failure);
 
-/* For peers: index of the first word whose slot has another generation, is past its deadline or is out of range, or
- * `count`. All reads before the call happened under the generations that it sees. */
+/* A call of peers: index of the first word whose slot has another generation, is past its deadline or is out of range,
+ * or `count`. All reads before the call happened under the generations that it sees. */
 uint64_t kvn_generations_first_stale(const kvn_generations *table, const kvn_word *words,
                                      uint64_t count);
 

@@ -79,7 +79,7 @@ static bool is_open(const kvn_job *job, const kvn_share *share)
 
 static kvn_share *share_for(const kvn_job *job, unsigned node)
 {
-    kvn_share *own = &job->shares[node], *best = &job->shares[job->num_shares - 1]; /* what has no node */
+    kvn_share *own = &job->shares[node], *best = &job->shares[job->num_shares - 1]; /* of memory without a node */
 
     if (is_open(job, own))
         return own;

@@ -27,7 +27,7 @@ typedef struct kvn_piece {
     uint64_t batch_nbytes; /* bytes of the whole batch, to choose the way to copy */
 } kvn_piece;
 
-/* Why a piece stopped. Its descriptors [first, failed) are moved, [failed, last) are not confirmed. */
+/* The fault that stopped a piece. Its descriptors [first, failed) are moved, [failed, last) are not confirmed. */
 typedef struct kvn_fault {
     int32_t code;        /* errno or similar; 0: none */
     uint64_t failed;     /* index in the batch; preset to the piece's first */

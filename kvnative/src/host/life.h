@@ -26,7 +26,7 @@ enum { KVN_LIFE_UNKNOWN, KVN_LIVES, KVN_LIFE_ENDED };
 void kvn_life_begin(kvn_life *life);
 void kvn_life_end(kvn_life *life); /* no effect in a forked child */
 
-/* For peers. If the process lives, all reads before the call happened while it lived. */
+/* A call of peers. If the process lives, all reads before the call happened while it lived. */
 static inline int kvn_life_look(const kvn_life *life)
 {
     atomic_thread_fence(memory_order_seq_cst); /* earlier reads come before this check */

@@ -1,4 +1,4 @@
-/* Who moves the next piece of a pool: places for pieces in motion, and the threads that are woken for them. */
+/* The thread that moves the next piece of a pool: places for pieces in motion, and the threads that they wake. */
 #ifndef KVNATIVE_HOST_PLACES_H
 #define KVNATIVE_HOST_PLACES_H
 

@@ -106,8 +106,8 @@ int kvn_guard_renew(kvn_guard *guard, kvn_announcement *announcement, kvn_failur
 /* Removes the announcement of a written piece. */
 void kvn_guard_leave(kvn_guard *guard, const kvn_announcement *announcement);
 
-/* For process_vm_writev: 0 if process `pid` is still the owner and runs the same program, which a pid does not show;
- * else ESRCH, EPERM or ENOSYS. Makes at most one system call, of 1 us, in 0.2 ms. */
+/* A check for process_vm_writev: 0 if process `pid` is still the owner and runs the same program, which a pid does not
+ * show; else ESRCH, EPERM or ENOSYS. Makes at most one system call, of 1 us, in 0.2 ms. */
 int kvn_guard_look_for_owner(const kvn_guard *guard);
 /* The address to which each call first writes the ticket's number; and true once that has arrived. A call that moved
  * bytes without it has written to another process. */

@@ -145,8 +145,8 @@ static kvn_tcp_asked *newest(kvn_tcp_client *self)
     return &self->window[(self->first + self->num_asked - 1) % KVN_TCP_WINDOW];
 }
 
-/* Continues sending, up to the first byte of local memory that is not mapped. Returns > 0 if bytes were sent, 0 if
- * there is no room, or -errno. */
+/* Continues sending, up to the first byte of local memory that is not mapped. Returns > 0 if bytes were sent, 0 if the
+ * socket is full, or -errno. */
 static ssize_t send_out(kvn_tcp_client *self)
 {
     uint64_t limit = self->out_left < KVN_TCP_CALL_NBYTES ? self->out_left : KVN_TCP_CALL_NBYTES;

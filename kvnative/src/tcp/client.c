@@ -15,7 +15,7 @@
 #define SPIN_NS 50000             /* longer than a wake-up takes */
 #define IDLE_EVENTS (EPOLLRDHUP | EPOLLET)
 
-/* ---- who drives it ---- */
+/* ---- the thread that drives the client ---- */
 
 typedef enum progress { BLOCKED, MOVED, TURN_IS_OVER } progress;
 

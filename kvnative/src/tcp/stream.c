@@ -104,7 +104,7 @@ static ssize_t copy_on(const kvn_tcp_buffers *self, walk *it, bool is_send, uint
 
 /* ---- sending through the buffer ---- */
 
-/* Returns 1 if all was sent, 0 if there is no room, or -errno. */
+/* Returns 1 if all was sent, 0 if the socket is full, or -errno. */
 static int flush(kvn_tcp_stream *self)
 {
     kvn_tcp_buffers *it = self->buffers;

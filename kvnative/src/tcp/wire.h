@@ -16,7 +16,7 @@
 
 typedef enum kvn_tcp_kind { KVN_TCP_PULL = 1, KVN_TCP_PUSH = 2 } kvn_tcp_kind;
 
-/* Why memory is not moved. */
+/* The reason for which memory is not moved. */
 typedef enum kvn_tcp_reason {
     KVN_TCP_MOVED = 0,
     KVN_TCP_DEREGISTERED = 1,

@@ -212,7 +212,7 @@ static void put_ticket(kvn_request *request, unsigned place)
     request->ticket = place + 1;
 }
 
-/* Returns false if there is no room for a ticket. */
+/* Returns false without room for a ticket. */
 static bool announce(kvn_request *request)
 {
     const kvn_ucx_worker *worker = request->route->endpoint->worker;

@@ -1,4 +1,4 @@
-/* Another thread; a check waits until it sleeps. */
+/* Waits until another thread of the check sleeps. The thread stores its id in `other`. */
 #ifndef KVN_TESTS_ASLEEP_H
 #define KVN_TESTS_ASLEEP_H
 

@@ -1,4 +1,4 @@
-/* A thread that makes the outcome of a batch, and reports its end. */
+/* The thread of a wrapper's batch: runs `run` to complete the report, and then reports the end. */
 #include <signal.h>
 
 #include "core/thread.h"
@@ -25,7 +25,7 @@ static void destroy(kvn_wrapper_batch *self)
     pthread_mutex_destroy(&self->mutex);
 }
 
-/* Blocks signals in the thread: they are for the threads of the program. */
+/* Blocks all signals in the new thread, so that the program's own threads handle them. */
 int kvn_wrapper_batch_begin(kvn_wrapper_batch *self, const kvn_columns *columns, kvn_report *report)
 {
     sigset_t all, before;

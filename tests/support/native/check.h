@@ -1,4 +1,4 @@
-/* For C programs of the tests that include a source of kvnative: `PROGRAM NAME` runs one check. */
+/* Checks in C: a program includes a source of kvnative, and `PROGRAM NAME` runs one check. */
 #ifndef KVN_TESTS_CHECK_H
 #define KVN_TESTS_CHECK_H
 

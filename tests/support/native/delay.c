@@ -1,4 +1,4 @@
-/* delay: adds latency. The inner backend moves the batch at once; the outcome is held back. */
+/* delay: adds latency. The inner backend moves the batch at once; the outcome comes later. */
 #include <errno.h>
 #include <stdlib.h>
 
@@ -13,10 +13,10 @@ typedef struct delay {
 } delay;
 
 typedef struct delay_request {
-    kvn_wrapper_batch batch; /* the first field */
+    kvn_wrapper_batch batch; /* first, because its address is cast to the request */
     kvn_backend *inner_backend;
     kvn_request *inner;
-    kvn_report of_inner; /* which the inner backend may read until the release */
+    kvn_report of_inner; /* valid until the release, because the inner backend may read its report */
     uint64_t total;
     int64_t due_ns;
 } delay_request;

@@ -1,4 +1,4 @@
-/* early_ends: counts the batches that poll as over before their `end` has returned. */
+/* early_ends: counts the batches that have an outcome before their `end` has returned. */
 #include <stdatomic.h>
 
 #include "wrappers.h"

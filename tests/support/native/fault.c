@@ -17,12 +17,12 @@ typedef struct fail_at {
 } fail_at;
 
 typedef struct fault_request {
-    kvn_batch_end end;    /* first: the inner backend passes its address back */
-    kvn_batch_end *outer; /* of the batch; NULL: none */
+    kvn_batch_end end;    /* first, because the inner backend passes its address back */
+    kvn_batch_end *outer; /* `end` of the batch; NULL: none */
     const fail_at *self;
     kvn_report *report;
     kvn_request *inner; /* NULL: no descriptor precedes the fault */
-    uint64_t fault;     /* index in the batch; its count if the fault is not in it */
+    uint64_t fault;     /* index in the batch; the batch's count if the descriptor is in another batch */
     uint64_t count;
 } fault_request;
 

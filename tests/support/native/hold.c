@@ -1,4 +1,4 @@
-/* hold: the inner backend moves a batch at once; the outcome is held back until the test lets it go. */
+/* hold: the inner backend moves a batch at once; the outcome comes when the test calls kvn_hold_let_go. */
 #include "core/columns.h"
 #include "core/list.h"
 #include "core/report.h"
@@ -14,7 +14,7 @@ typedef struct hold {
 } hold;
 
 typedef struct hold_request {
-    kvn_node node; /* in `held`; in no list: let go */
+    kvn_node node; /* in `held` until the outcome */
     kvn_request *inner;
     kvn_batch_end *end;
     kvn_report *report;
@@ -117,7 +117,7 @@ static void hold_release(kvn_backend *base, kvn_request *handle)
     hold *self = (hold *)base;
     hold_request *request = (hold_request *)handle;
 
-    pthread_mutex_lock(&self->mutex); /* waits for a thread that lets it go */
+    pthread_mutex_lock(&self->mutex); /* waits for a thread inside of let_go */
     pthread_mutex_unlock(&self->mutex);
     kvn_inner(base)->vtable->release(kvn_inner(base), request->inner);
     free(request);

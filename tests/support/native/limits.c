@@ -1,5 +1,5 @@
 /* limit_bandwidth and limit_batch: pass a batch to the inner backend slice by slice. With limit_bandwidth each slice
- * waits until it is due; slices of all batches share one schedule, so the limit holds for the whole backend. */
+ * waits until its scheduled time. Slices of all batches share one schedule, so the limit is that of the backend. */
 #include <errno.h>
 #include <math.h>
 #include <pthread.h>
@@ -12,28 +12,28 @@
 #include "core/thread.h"
 #include "wrappers.h"
 
-#define SLICE_SECONDS 0.002 /* of the limit; an abort waits at most that long */
-#define MOST_NS 1000000000000000 /* of one slice: eleven days, far from overflow */
-#define TICK_NS 2000000     /* how often a thread in the inner backend looks for an abort */
+#define SLICE_SECONDS 0.002 /* of a slice at the limit; the longest delay of an abort */
+#define MOST_NS 1000000000000000 /* of a slice; eleven days, far from overflow */
+#define TICK_NS 2000000     /* between two checks for an abort, while the inner backend moves a slice */
 
 typedef struct bandwidth {
     kvn_wrapper wrapper;
     double bytes_per_second; /* 0: no limit */
     uint64_t slice_nbytes;
-    uint64_t slice_count; /* descriptors */
+    uint64_t slice_count; /* most descriptors of a slice */
     pthread_mutex_t mutex;
-    int64_t free_ns; /* end of the slices that are scheduled so far */
+    int64_t free_ns; /* end of the last scheduled slice */
 } bandwidth;
 
-/* All fields but `moved` are its thread's. */
+/* Only the thread of the batch uses these fields, except `moved`. */
 typedef struct bandwidth_request {
-    kvn_wrapper_batch batch; /* the first field */
+    kvn_wrapper_batch batch; /* first, because its address is cast to the request */
     bandwidth *self;
-    uint64_t cursor; /* first descriptor that is not moved completely */
+    uint64_t cursor; /* the first descriptor with unmoved bytes */
     uint64_t skip;   /* moved bytes of that descriptor */
     _Atomic uint64_t moved;
     uint64_t total;
-    kvn_columns slice; /* count 0: none is scheduled */
+    kvn_columns slice; /* count 0: no slice is scheduled */
     uint64_t slice_nbytes;
     uint64_t part[3]; /* dst, src and nbytes of a slice that is part of one descriptor */
     int64_t due_ns;
@@ -43,7 +43,7 @@ typedef struct bandwidth_request {
 
 /* ---- slices ---- */
 
-/* Takes whole descriptors, or a part of one that is larger than a slice. */
+/* The slice is one or more whole descriptors, or a part of a descriptor that is larger than a slice. */
 static void cut_slice(const bandwidth *self, bandwidth_request *request)
 {
     const kvn_columns *batch = &request->batch.columns;
@@ -91,7 +91,7 @@ static bool is_part(const bandwidth_request *request)
     return request->slice.dst == &request->part[0];
 }
 
-/* Makes the report of the batch from that of the last slice. */
+/* Converts the report of the last slice to that of the batch. */
 static void settle(bandwidth_request *request)
 {
     const uint64_t count = request->batch.columns.count, end = request->cursor + request->slice.count;
@@ -121,7 +121,7 @@ static void settle_between(bandwidth_request *request, int status)
     settle(request);
 }
 
-/* Begins the next slice behind one that is moved. */
+/* Moves the cursor to the end of a moved slice. */
 static void advance(bandwidth_request *request)
 {
     if (is_part(request)) {
@@ -138,7 +138,7 @@ static void advance(bandwidth_request *request)
         settle_between(request, KVN_OK);
 }
 
-/* Moves a slice that is due, and stops it if the batch is aborted. */
+/* Moves a slice in the inner backend, and aborts the slice if the batch is aborted. */
 static void move_slice(bandwidth_request *request)
 {
     kvn_backend *inner = request->self->wrapper.inner;

@@ -6,7 +6,7 @@
 
 typedef struct streams {
     kvn_wrapper wrapper;
-    atomic_int pending; /* how many more calls return KVN_PENDING; < 0: all until the request is over */
+    atomic_int pending; /* number of further calls that return KVN_PENDING; < 0: all calls before the outcome */
     int status;
 } streams;
 

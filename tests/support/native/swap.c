@@ -1,5 +1,4 @@
-/* swap_at: swaps the destinations of two descriptors without a report, only in the first batch that has
- * both. */
+/* swap_at: silently swaps the destinations of two descriptors, in the first batch that has both. */
 #include <errno.h>
 #include <stdatomic.h>
 #include <stdlib.h>

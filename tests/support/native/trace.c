@@ -17,7 +17,7 @@ typedef struct trace {
     kvn_wrapper wrapper;
     kvn_backend_vtable vtable; /* has the calls that the inner vtable has */
     int fd;
-    atomic_uint_fast64_t requests; /* number so far */
+    atomic_uint_fast64_t requests; /* the number of requests so far */
 } trace;
 
 typedef struct trace_request {
@@ -28,7 +28,7 @@ typedef struct trace_request {
     uint64_t nbytes;
 } trace_request;
 
-/* Writes a line by one call, so that lines of several threads do not mix. A line that cannot be written is lost. */
+/* Writes a line by one write(), so that lines of several threads do not mix. Ignores errors. */
 static void write_line(trace *self, const char *call, const trace_request *request, int status)
 {
     char line[256];

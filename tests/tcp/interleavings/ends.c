@@ -1,9 +1,9 @@
-/* The ends of a connection and their transfers: how a scenario begins and ends, and what each outcome must be. */
+/* Begins and finishes scenarios, and checks the outcomes of transfers. */
 #include "ends.h"
 
 #include "device/copy.h"
 
-/* ---- no connection here has memory of a device ---- */
+/* ---- device memory, which no scenario uses ---- */
 
 int kvn_channel_begin(kvn_device *device, kvn_channel **out, kvn_failure *failure)
 {
@@ -121,8 +121,7 @@ int wait_for(transfer *it, int64_t deadline_ns)
     return it->backend->vtable->wait(it->backend, it->request, deadline_ns);
 }
 
-/* Checks that a transfer has one outcome, which was reported once before, and that all its bytes have arrived if it
- * has succeeded. */
+/* Checks that the outcome of a transfer was reported once before, and that all bytes have arrived after success. */
 static void check_outcome(transfer *it)
 {
     uint64_t bytes_done;

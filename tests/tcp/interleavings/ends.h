@@ -1,4 +1,4 @@
-/* The two ends of a connection, and transfers between them, for the scenarios. */
+/* The two ends of a connection, and transfers between them. */
 #ifndef INTERLEAVINGS_ENDS_H
 #define INTERLEAVINGS_ENDS_H
 
@@ -7,16 +7,16 @@
 
 #define PIECE 8u
 #define NUM_PIECES 2u
-#define STEP 12u /* of pieces on the far side */
+#define STEP 12u /* distance of pieces on the other side */
 #define FAR_NBYTES (STEP * NUM_PIECES)
 #define NEAR_NBYTES (PIECE * NUM_PIECES)
 #define MAX_TRANSFERS 2
 #define WIDE 4096u
-#define NARROW 40u /* less than a request */
+#define NARROW 40u /* smaller than a request */
 #define GENERATION 7u
 
 typedef struct transfer {
-    kvn_batch_end end; /* first: the backend gives it back */
+    kvn_batch_end end; /* first, because the backend passes its address back */
     unsigned num_ends;
     int end_status;
     kvn_backend *backend;
@@ -34,16 +34,16 @@ typedef struct end {
 
 extern end ends[2];
 extern unsigned num_ends;
-extern bool encrypts; /* in the next run */
+extern bool encrypts; /* whether connections of later scenarios are encrypted */
 extern transfer transfers[MAX_TRANSFERS];
 
-/* All threads are quiet. The scenario chooses from where to explore. */
+/* Returns when all other threads sleep. The scenario itself calls model_explore. */
 void begin(unsigned count, unsigned capacity, unsigned num_transfers, bool is_push);
 void finish(unsigned num_transfers);
 void submit(transfer *it, bool waits);
 int wait_for(transfer *it, int64_t deadline_ns);
 void release(transfer *it);
-/* Only the service's thread drives the transfer. */
+/* Waits without driving the transfer, which the thread of the service does. */
 void await_outcome(transfer *it);
 void *wait_without_end(void *of);
 void *wait_and_release(void *of);

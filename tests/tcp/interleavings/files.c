@@ -18,7 +18,7 @@
 /* ---- files ---- */
 
 typedef struct watch {
-    int file; /* 0: none */
+    int file; /* 0: unused */
     uint32_t events;
     uint64_t data;
     bool is_ready;
@@ -27,27 +27,27 @@ typedef struct watch {
 typedef struct file {
     enum { NONE, SOCKET, COUNTER, EPOLL } kind;
     bool is_open;
-    uint64_t value; /* of a counter */
+    uint64_t value; /* of an eventfd */
     watch watches[MAX_WATCHES];
-    /* of a socket: bytes that its peer has sent, in a ring */
+    /* of a socket: a ring of bytes that its peer has sent */
     struct file *peer;
     uint8_t bytes[MAX_CAPACITY];
     unsigned first, count, capacity;
     bool is_shut, is_reset;
-    bool wants_room; /* it has found the peer's ring full */
+    bool wants_room; /* the peer's ring was full */
 } file;
 
 typedef struct memory {
     const uint8_t *bytes;
     size_t nbytes;
-    const char *forbidden; /* reason; NULL: it is permitted */
+    const char *forbidden; /* why no call may access the bytes; NULL: calls may */
 } memory;
 
 static file files[MAX_FILES];
 static int num_files;
 static memory memories[MAX_MEMORIES];
 static int num_memories;
-/* The memory that the call of each thread touches. */
+/* The memory that the current call of each thread accesses. */
 static struct {
     const struct iovec *parts;
     size_t count;
@@ -149,7 +149,7 @@ static uint32_t ready(const watch *it)
 
 int system_epoll_ctl(int epoll, int what, int descriptor, struct epoll_event *event, const char *where)
 {
-    if (epoll == -1) { /* the service stopped before its last link was closed */
+    if (epoll == -1) { /* the service has stopped before its last link */
         errno = EBADF;
         return -1;
     }
@@ -264,7 +264,7 @@ int system_reset(int descriptor, const char *where)
     return 0;
 }
 
-/* ---- memory that calls touch ---- */
+/* ---- memory accesses of calls ---- */
 
 static bool meets(const memory *it, const struct iovec *part)
 {
@@ -423,7 +423,7 @@ bool kvn_tcp_cipher_init(kvn_tcp_cipher *self, const kvn_tcp_crypto *calls, cons
 
 void kvn_tcp_cipher_fini(kvn_tcp_cipher *self) { memset(self, 0, sizeof *self); }
 
-/* Detects records that are lost, doubled or torn. */
+/* Detects lost, repeated and torn records. */
 int kvn_tcp_cipher_next(kvn_tcp_cipher *self, const uint8_t *header, size_t header_nbytes, uint8_t *bytes,
                         size_t nbytes, uint8_t tag[KVN_TCP_TAG_NBYTES])
 {

@@ -9,7 +9,7 @@
 
 typedef struct lock {
     uint64_t magic;
-    int owner; /* 0: none; otherwise the thread's number plus 1 */
+    int owner; /* number of the thread plus 1; 0: unlocked */
 } lock;
 
 typedef struct condition {

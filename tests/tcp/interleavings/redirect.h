@@ -1,5 +1,5 @@
-/* Included before everything else (-include): replaces calls in which threads meet by those of the scheduler.
- * The macros have arguments, so that a member or a variable of the same name is left alone. */
+/* Included before all other headers (-include). Replaces calls by which threads interact with calls of the scheduler.
+ * The macros have arguments, so they do not replace members and variables of the same name. */
 #ifndef MODEL_REDIRECT_H
 #define MODEL_REDIRECT_H
 
@@ -43,7 +43,7 @@
 #define nanosleep(time, rest) model_yield(__func__)
 #define clock_gettime(clock, now) system_clock(now)
 
-/* In GCC and Clang plain operators on an atomic are sequentially consistent. */
+/* Plain operators on an atomic are sequentially consistent. */
 #undef atomic_load
 #define atomic_load(object) (model_point("load", __func__), *(object))
 #undef atomic_load_explicit
@@ -58,7 +58,7 @@
 #define atomic_fetch_sub(object, value) (model_point("sub", __func__), (*(object) -= (value)) + (value))
 #undef atomic_init
 #define atomic_init(object, value) ((void)(*(object) = (value)))
-/* Calls that are not used today would go unnoticed. */
+/* kvnative does not use these calls. A new use has to fail, because the scheduler would not see the access. */
 #undef atomic_store_explicit
 #define atomic_store_explicit MODEL_HAS_NO_SUCH_CALL
 #undef atomic_exchange
@@ -86,7 +86,7 @@
 #define recvmsg(file, message, flags) system_recvmsg((file), (message), __func__)
 #define shutdown(file, how) system_shutdown((file), __func__)
 #define connect(file, address, nbytes) system_reset((file), __func__)
-/* Called through pointers. */
+/* These have no arguments, because kvnative calls them through pointers. */
 #define process_vm_readv system_vm_read
 #define process_vm_writev system_vm_write
 

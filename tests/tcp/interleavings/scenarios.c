@@ -1,6 +1,6 @@
 /* Scenarios that run in all their interleavings. The two ends of a connection belong to one link (the service's thread
- * answers, and sends requests if no thread waits), or to two links with a service each. Transfers have two pieces,
- * which are apart on one side. */
+ * answers, and sends requests if no thread waits), or to two links with one service each. Transfers have two pieces,
+ * which are not adjacent on one side. */
 #include "ends.h"
 
 /* ---- submit, and the service goes to sleep ---- */
@@ -107,7 +107,7 @@ static void *wait_a_little(void *of)
     return NULL;
 }
 
-/* The driving thread stops waiting, and another one continues to wait. */
+/* The driving thread stops waiting, and another thread continues to wait. */
 static void two_wait_with_deadline(void)
 {
     begin(1, WIDE, 2, false);
@@ -120,7 +120,7 @@ static void two_wait_with_deadline(void)
     finish(2);
 }
 
-/* A transfer without a waiting thread continues when the other one has ended, and needs more than one turn. */
+/* A transfer without a waiting thread continues after the other one has ended, in more than one step. */
 static void wait_for_one_of_two(void)
 {
     begin(1, NARROW, 2, true);
@@ -133,9 +133,9 @@ static void wait_for_one_of_two(void)
     finish(2);
 }
 
-/* ---- giving up ---- */
+/* ---- aborts ---- */
 
-/* False: the connection has ended, as by a push that the peer does not take in time. */
+/* Returns false if the connection has ended, for example because the peer does not take a push in time. */
 static bool give_up(transfer *it)
 {
     const int status = it->backend->vtable->abort(it->backend, it->request, KVN_CANCELLED);
@@ -152,7 +152,7 @@ static bool give_up(transfer *it)
     return true;
 }
 
-/* The outcome of another transfer that is submitted later on the same connection. */
+/* Checks the outcome of a later transfer on the same connection. */
 static void give_up_and_go_on(unsigned capacity, bool is_push)
 {
     begin(1, capacity, 2, is_push);
@@ -229,7 +229,7 @@ static void close_while_waited_for(bool is_push)
 static void close_waited_pull(void) { close_while_waited_for(false); }
 static void close_waited_push(void) { close_while_waited_for(true); }
 
-/* No thread waits, so the service's thread may be at either end. */
+/* No thread waits, so the service's thread may serve either end. */
 static void close_and_free(void)
 {
     begin(1, WIDE, 1, false);
@@ -352,7 +352,7 @@ static void deregister_pulled(void) { deregister(1, WIDE, false); }
 static void deregister_pushed(void) { deregister(1, NARROW, true); }
 static void deregister_pulled_from_another(void) { deregister(2, WIDE, false); }
 
-/* ---- the same with records, which pass through buffers ---- */
+/* ---- encrypted connections, whose records pass through buffers ---- */
 
 static void encrypted(void (*run)(void))
 {

@@ -11,7 +11,7 @@
 
 #define MAX_THREADS 8
 #define MAX_STEPS 20000
-#define MAX_YIELDS 2000 /* in a row, while nothing else happens */
+#define MAX_YIELDS 2000 /* in a row, without any other step */
 #define STACK_NBYTES (512u << 10)
 #define ARENA_NBYTES (4u << 20)
 #define POISON 0xDD
@@ -23,11 +23,11 @@ struct model_thread {
     jmp_buf at;
     uint8_t *stack;
     bool has_started, has_ended;
-    model_condition is_so; /* NULL: it can go on */
+    model_condition is_so; /* the thread waits for it; NULL: the thread can continue */
     void *of;
     int64_t deadline_ns;
     bool has_timed_out;
-    bool has_yielded; /* no thread has done anything since */
+    bool has_yielded; /* and no thread has made a step since */
     const char *what, *where;
 };
 
@@ -41,7 +41,7 @@ typedef struct taken_step {
     const char *what, *where;
 } taken_step;
 
-/* Of the exploration. */
+/* State of the exploration. */
 static const model_scenario *scenario;
 static uint64_t num_runs, outcomes;
 static choice choices[MAX_STEPS];
@@ -49,7 +49,7 @@ static unsigned depth, max_preemptions;
 static bool replays;
 static uint8_t *stacks;
 
-/* Of the run. */
+/* State of the current run. */
 static model_thread threads[MAX_THREADS];
 static int num_threads, current;
 static unsigned next_choice, preemptions, num_steps, num_yields;
@@ -177,7 +177,7 @@ static bool can_go_on(const model_thread *it)
     return !it->has_ended && (!it->is_so || it->is_so(it->of));
 }
 
-/* The first option happens by default. `others`: the number of options that are not timeouts. */
+/* Lists the default option first. *others is the number of options that are not timeouts. */
 static unsigned list_options(option *options, unsigned *others)
 {
     const model_thread *self = &threads[current];
@@ -282,7 +282,7 @@ static void schedule(void)
 
     if (count == 0)
         stuck();
-    const bool goes_on = others > 0 && options[0].thread == current; /* by default */
+    const bool goes_on = others > 0 && options[0].thread == current; /* no switch, by default */
     const unsigned taken = choose(count);
     const option it = options[taken];
     model_thread *next = &threads[it.thread];
@@ -292,7 +292,7 @@ static void schedule(void)
     if (it.times_out && now_ns < next->deadline_ns)
         now_ns = next->deadline_ns;
     num_yields = next->has_yielded ? num_yields + 1 : 0;
-    if (!next->has_yielded) /* otherwise it only looks again, without doing anything */
+    if (!next->has_yielded) /* otherwise the thread only checks again */
         for (int i = 0; i < num_threads; i++)
             threads[i].has_yielded = false;
     next->has_yielded = false;
@@ -395,7 +395,7 @@ static void run_once(void)
     num_runs++;
 }
 
-/* The next sequence of choices. False: there is none. */
+/* Selects the next sequence of choices. Returns false after the last one. */
 static bool go_back(void)
 {
     while (depth > 0 && choices[depth - 1].taken + 1 == choices[depth - 1].count)
@@ -406,7 +406,7 @@ static bool go_back(void)
     return true;
 }
 
-/* "3:1,17:2": the options taken at these points; at all others the first one. */
+/* Reads the options to take at some points, such as "3:1,17:2". At other points, the first option is taken. */
 static void read_choices(const char *text)
 {
     while (*text) {

@@ -1,6 +1,6 @@
-/* Replacements of system calls: locks, conditions, threads, the clock, sockets as pipes of a few bytes in memory,
- * eventfd, epoll, and a cipher that only counts. Each begins with a point where others may run. Descriptors are never
- * reused, so that a call on a closed one is detected, as is a call on a lock that does not exist. */
+/* Replacements of system calls: locks, conditions, threads, the clock, sockets with a few bytes of buffer, eventfd,
+ * epoll, and a cipher that only counts. Each begins with a point where other threads may run. Descriptors are never
+ * reused, so a call on a closed descriptor is detected, as is a call on a lock that does not exist. */
 #ifndef MODEL_SYSTEM_H
 #define MODEL_SYSTEM_H
 
@@ -40,11 +40,11 @@ ssize_t system_vm_write(pid_t pid, const struct iovec *from, unsigned long count
 
 /* ---- for scenarios ---- */
 
-/* Makes two connected sockets. Each takes that many bytes that the other has not read. */
+/* Creates two connected sockets. Each takes `capacity` bytes that the other has not read. */
 void system_socketpair(int files[2], unsigned capacity);
-/* Declares bytes that peers move: a call that touches them takes two steps, between which others may run. */
+/* Declares bytes that peers move: a call that accesses them takes two steps, between which other threads may run. */
 void system_watch(const void *memory, size_t nbytes);
-/* Forbids calls to touch the bytes from here on, and fails if one does so now. */
+/* Forbids calls to access the bytes from here on, and fails if a call accesses them now. */
 void system_forbid(const void *memory, size_t nbytes, const char *why);
 
 #endif
