@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import types
 from collections.abc import Iterator
@@ -15,14 +16,18 @@ import numpy as np
 import pytest
 
 from kvplan.observe import Observer, surfaces
+from kvplan.observe.agent import Agent
 from kvplan.observe.calls import MAX_SEEN
 from kvplan.observe.observer import peer_number
-from kvplan.observe.plans import Regions
+from kvplan.observe.plans import Regions, regions_of
 from kvplan.observe.surfaces import wrap_nixl
+from kvplan.observe.transfers import Table
 from kvplan.recording import Recording, read, who_wrote
 from tests.observe import fake_nixl
+from tests.recording.operations import recorder
 
 BLOCK, BLOCKS, LAYERS = 64, 8, 3
+MAX_PAIRS = 4096
 
 
 class Program:
@@ -343,6 +348,17 @@ def test_released_lists_leave_nothing_behind(program: Program) -> None:
         assert regions_in_memory() == before
     assert len(program.recording().transfers) == 2
     del handles
+
+
+def test_the_number_of_known_pairs_of_lists_is_bounded(tmp_path: Path) -> None:
+    blocks = regions_of(np.array([(4096, BLOCK)]), "", np.empty(0, np.int64), 0)
+    tables = [Table(blocks, first, 1, b"", True) for first in range(math.isqrt(MAX_PAIRS) + 1)]
+    with recorder(tmp_path / "a.kvrec") as writer:
+        agent = Agent(writer)
+        for src, dst in product(tables, tables):
+            pair = agent._pair(True, src, dst)
+            assert agent._pair(True, src, dst) is pair
+            assert len(agent._pairs) <= MAX_PAIRS
 
 
 def test_a_transfer_like_an_earlier_one_adds_only_its_rows(program: Program) -> None:
