@@ -126,6 +126,7 @@ def one_wrong(change: Any) -> Any:
     assert result.first is not None
     assert result.first.tensor == 3
     assert result.first.row == 8
+    assert ("it holds" in str(result)) is bool(result.first.holds)
     return result.first
 
 
@@ -176,6 +177,38 @@ def test_zeros_that_the_source_lacks_may_be_uncopied() -> None:
     assert "it holds zeros, as if nothing was ever written there" in text
     assert "so it was not copied, was cleared later, or the source has changed since" in text
     assert "another transfer wrote it" not in text
+
+
+def test_an_equal_cache_is_not_called_a_replay() -> None:
+    source = filled(NHD, 1)
+    plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
+    right = moved(plan, source, [np.zeros(NHD.shape, np.float16)] * 4)
+    name = f"pull_blocks (plan {plan.fingerprint[:6]})"
+    assert str(locate(right, right, plan)) == f"as expected: all 20 KiB that {name} writes"
+
+
+def test_bytes_that_the_source_lacks_may_be_of_another_transfer() -> None:
+    source = filled(NHD, 1)
+    plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
+    right = moved(plan, source, [np.zeros(NHD.shape, np.float16)] * 4)
+    found = [item.copy() for item in right]
+    found[0][7] = source[0][30]
+    text = str(locate(right, found, plan, source=source))
+    assert "so another transfer wrote it, or the source has changed since" in text
+    assert "not copied" not in text
+
+
+@pytest.mark.parametrize("atol", [0, 0.01])
+@pytest.mark.parametrize("element", [0, 3, 4, 7])
+def test_every_element_of_a_cell_is_compared(element: int, atol: float) -> None:
+    source = filled(NHD, 1)
+    plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
+    right = moved(plan, source, [np.zeros(NHD.shape, np.float16)] * 4)
+    found = [item.copy() for item in right]
+    found[1][7, 2, 3, element] += 1
+    result = locate(right, found, plan, atol=atol)
+    assert result.first is not None
+    assert (result.first.heads, result.first.tokens) == ((3, 3), (2, 2))
 
 
 def test_zeros_of_the_source_were_copied() -> None:

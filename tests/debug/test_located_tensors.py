@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import kvplan
 from kvplan import (
     BlocksCacheKey,
+    Cache,
     CacheDesc,
     ClusterInfo,
     DataType,
@@ -28,6 +29,7 @@ from kvplan.debug.cells import tensors_of
 from kvplan.layout import Shard
 from kvplan.recording import read
 from tests.debug.test_locate import DST, NHD, SRC, filled, moved
+from tests.recording.operations import record, recorder
 from tests.support.plans import joined
 from tests.support.refusals import refused
 
@@ -238,6 +240,40 @@ def test_a_recording_names_the_writer_of_the_wrong_block(tmp_path: Path) -> None
     ]
     with refused("LLM_PARAM_INVALID", "recordings need cache_id"):
         replay(plan, source, found, recordings=[recording])
+
+
+PULLED = "pull_blocks: from block 9 of a cache of cluster 7"
+
+
+@pytest.mark.parametrize(
+    ("num_writes", "lines"),
+    [
+        (0, ["  no transfer that is recorded wrote it"]),
+        (1, [f"  written last by #0 {PULLED}"]),
+        (2, [f"  written last by #1 {PULLED}", f"  before that by #0 {PULLED}"]),
+        (
+            3,
+            [
+                f"  written last by #2 {PULLED}",
+                f"  before that by #1 {PULLED}, and 1 more transfer",
+            ],
+        ),
+    ],
+)
+def test_the_last_two_recorded_writes_are_named(
+    tmp_path: Path, num_writes: int, lines: list[str]
+) -> None:
+    source = filled(NHD, 1)
+    plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(Cache(NHD, 1), DST)), local="dst")
+    with recorder(tmp_path / "decode.kvrec") as writer:
+        for _ in range(num_writes):
+            record(writer, plan)
+    right = moved(plan, source, [np.zeros(NHD.shape, np.float16)] * 4)
+    found = [item.copy() for item in right]
+    found[0][DST[2]] += 1
+    result = locate(right, found, plan, recordings=[read(tmp_path / "decode.kvrec")], cache_id=1)
+    before = "  give source=, to know whether it was copied as planned or overwritten"
+    assert str(result).splitlines()[-1 - len(lines) :] == [before, *lines]
 
 
 def test_tensors_without_other_references_are_held() -> None:

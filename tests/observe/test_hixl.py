@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from kvplan.hixl import MemDesc
+from kvplan.hixl import MemDesc, TransferOpDesc
 from kvplan.observe import Observer
 from kvplan.observe.observer import peer_number
 from kvplan.observe.surfaces import wrap_hixl
@@ -21,6 +22,7 @@ from tests.support.zygote import ROOT
 
 PROGRAM = """
 import sys
+from collections.abc import Callable
 import numpy as np
 import hixl
 peer, address = sys.argv[1], int(sys.argv[2])
@@ -106,10 +108,10 @@ class Hixl:
         return 0, 7
 
 
-def observed(observer: Observer) -> type[Any]:
-    """Return a new class with methods that are wrapped once."""
+def observed(observer: Observer, **methods: Callable[..., Any]) -> type[Any]:
+    """Return a new class, with these methods instead of its own, which are wrapped once."""
     module = ModuleType("hixl")
-    module.Hixl = engine = type("Hixl", (), dict(vars(Hixl)))  # type: ignore[attr-defined]
+    module.Hixl = engine = type("Hixl", (), vars(Hixl) | methods)  # type: ignore[attr-defined]
     wrap_hixl(module, observer)
     return engine
 
@@ -122,6 +124,22 @@ def successor(engine: list[Any]) -> Any:
         others.append(one)
         assert len(others) < 1000, "nothing takes the place of the engine that was collected"
     return one
+
+
+def test_a_transfer_that_raises_is_recorded_with_its_reason(tmp_path: Path) -> None:
+    def stopped(*_: object) -> int:
+        raise TimeoutError("the peer is stopped")
+
+    observer = Observer(tmp_path)
+    engine = observed(observer, transfer_sync=stopped)()
+    engine.initialize("127.0.0.1")
+    with pytest.raises(TimeoutError, match="the peer is stopped"):
+        engine.transfer_sync("p", "READ", [TransferOpDesc(4096, 0, 8)])
+    observer.close()
+    (path,) = tmp_path.glob("hixl-*.kvrec")
+    (transfer,) = read(path).transfers
+    assert transfer.failed
+    assert (transfer.nbytes, transfer.error) == (0, "TimeoutError: the peer is stopped")
 
 
 @pytest.mark.parametrize("is_another", [False, True])

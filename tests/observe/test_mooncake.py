@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,9 @@ class TransferEngine:
         return 0
 
 
-def observed() -> type[Any]:
-    """Return a new class whose methods are not wrapped yet."""
-    return type("TransferEngine", (), dict(vars(TransferEngine)))
+def observed(**methods: Callable[..., Any]) -> type[Any]:
+    """Return a new class, with these methods instead of its own, which are not wrapped yet."""
+    return type("TransferEngine", (), vars(TransferEngine) | methods)
 
 
 def begun(engine: Any, name: str = "host:1") -> Any:
@@ -126,6 +127,26 @@ def test_an_engine_at_the_place_of_another_has_a_recording_of_its_own(tmp_path: 
     observer.close()
     (path,) = tmp_path.glob("*second*.kvrec")
     assert [row.operation for row in read(path).events] == ["observe"]
+
+
+@pytest.mark.parametrize("method", ["transfer_sync_read", "batch_transfer_sync_write"])
+def test_a_transfer_that_raises_is_recorded_with_its_reason(tmp_path: Path, method: str) -> None:
+    def stopped(*_: object) -> int:
+        raise TimeoutError("the peer is stopped")
+
+    module = types.ModuleType("mooncake.engine")
+    module.TransferEngine = observed(**{method: stopped})  # type: ignore[attr-defined]
+    observer = Observer(tmp_path)
+    wrap_mooncake(module, observer)
+    engine = begun(module.TransferEngine())
+    engine.register_memory(1000, 64)
+    with pytest.raises(TimeoutError, match="the peer is stopped"):
+        getattr(engine, method)("p", *([[1000], [7], [8]] if "batch" in method else [1000, 7, 8]))
+    observer.close()
+    (path,) = tmp_path.glob("*.kvrec")
+    (transfer,) = read(path).transfers
+    assert transfer.failed
+    assert (transfer.nbytes, transfer.error) == (0, "TimeoutError: the peer is stopped")
 
 
 STRANGE: dict[str, tuple[Any, ...]] = {

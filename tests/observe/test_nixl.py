@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import types
 from contextlib import suppress
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvplan.observe import surfaces
+from kvplan.observe.agent import Agent
 from kvplan.observe.calls import MAX_SEEN
 from kvplan.observe.observer import peer_number
-from kvplan.observe.plans import Regions
+from kvplan.observe.plans import Regions, regions_of
+from kvplan.observe.transfers import Table
 from kvplan.recording import read, who_wrote
 from tests.observe.program import BLOCK, BLOCKS, LAYERS, Program, program, run
+from tests.recording.operations import recorder
 
 __all__ = ["program"]
+MAX_PAIRS = 4096
 
 
 def test_a_transfer_is_a_plan_with_its_blocks_and_request(program: Program) -> None:
@@ -294,6 +301,17 @@ def test_released_lists_leave_nothing_behind(program: Program) -> None:
         assert regions_in_memory() == before
     assert len(program.recording().transfers) == 2
     del handles
+
+
+def test_the_number_of_known_pairs_of_lists_is_bounded(tmp_path: Path) -> None:
+    blocks = regions_of(np.array([(4096, BLOCK)]), "", np.empty(0, np.int64), 0)
+    tables = [Table(blocks, first, 1, b"", True) for first in range(math.isqrt(MAX_PAIRS) + 1)]
+    with recorder(tmp_path / "a.kvrec") as writer:
+        agent = Agent(writer)
+        for src, dst in product(tables, tables):
+            pair = agent._pair(True, src, dst)
+            assert agent._pair(True, src, dst) is pair
+            assert len(agent._pairs) <= MAX_PAIRS
 
 
 def test_a_transfer_like_an_earlier_one_adds_only_its_rows(program: Program) -> None:

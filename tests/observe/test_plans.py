@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kvplan.observe.plans import ADDRESSES, plan_of_ranges, regions_of
+from kvplan.observe.plans import ADDRESSES, as_indices, cut_alike, plan_of_ranges, regions_of
 from kvplan.observe.transfers import Spans
 from kvplan.planning.side import Side
 from kvplan.types import Placement
@@ -44,6 +44,30 @@ def test_indices_give_the_largest_possible_number_of_tensors(length: int) -> Non
         in_a_row = indices == tuple(range(indices[0], indices[0] + len(indices)))
         expected = 1 if in_a_row else known.get(indices, 1)
         assert regions.num_layers(np.array(indices)) == expected, indices
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "is_cut"),
+    [
+        ((0, 1, 4, 5), (3, 1, 9, 7), True),
+        ((1, 3, 5, 7), (0, 5, 6, 11), True),
+        ((0, 4), (3, 9), False),  # a coincidence is too likely
+        ((0, 1, 4, 5), (3, 1, 9, 8), False),
+        ((0, 1, 4, 6), (3, 1, 9, 7), False),
+        ((0, 1, 4, 5), (1, 2, 3, 4), False),
+    ],
+)
+def test_two_rows_of_two_layers_show_where_both_lists_are_cut(
+    here: tuple[int, ...], there: tuple[int, ...], is_cut: bool
+) -> None:
+    """The list of this process has 4 rows of each layer, and that of the peer has 6."""
+    ours, theirs = (
+        regions_of(np.array([(4096 + 64 * at, 64) for at in range(2 * rows)]), "", NO_CUTS, 0)
+        for rows in (4, 6)
+    )
+    pair = cut_alike(ours, as_indices(here), theirs, as_indices(there))
+    cut = [[(side.num_tensors, side.count) for side in regions.sides] for regions in pair or ()]
+    assert cut == ([[(2, 4)], [(2, 6)]] if is_cut else [])
 
 
 def test_tensors_equal_those_that_the_list_was_made_of() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from kvplan import LLMStatusCode
 from kvplan.recording import select
-from kvplan.recording.format import Header
+from kvplan.recording.format import Header, PartRow
 from kvplan.recording.perfetto import trace_of
 from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, TransferRecord, Write
 
@@ -229,6 +229,11 @@ def test_a_write_says_where_its_bytes_came_from() -> None:
             f"#9 copy_blocks: from block 1 of cache 0 of this engine; {how}, and may have written "
             "it: why"
         )
+
+
+def test_a_transfer_is_shown_without_its_block_tables() -> None:
+    part = PartRow("", None, 1, bytes(8), bytes(8), None)
+    assert repr(transfer(0, 0, 0, parts=(part,))) == repr(transfer(0, 0, 0))
 
 
 def test_a_recording_counts_its_rows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import zlib
 from typing import Any
 
@@ -85,10 +86,17 @@ FAR_TOO_MANY = [
     [transfer(leases=[1] * 8_000_000)],
     [(TEMPLATE, 0, {"sides": [[]] * 8_000_000}, ("", ""), (0, 0))],
     [transfer(leases=[1] * (SPARE_ROOM - 1000))] * 8,
+    # The first row gives room once, and not again to each row behind it.
+    [
+        (EVENT, 6.0, 0.1, "link", 0, random.Random(1).randbytes(25_000).hex(), {}),
+        *[transfer(leases=[1] * (SPARE_ROOM - 1000))] * 8,
+    ],
 ]
 
 
-@pytest.mark.parametrize("rows", FAR_TOO_MANY, ids=["parts", "leases", "a template", "many rows"])
+@pytest.mark.parametrize(
+    "rows", FAR_TOO_MANY, ids=["parts", "leases", "a template", "many rows", "a long row"]
+)
 def test_a_small_file_takes_little_memory(rows, tmp_path, capsys):
     """Each row would become gigabytes of objects, a thousand times its length in the file."""
     path = file_of(tmp_path / "small.kvrec", *rows)

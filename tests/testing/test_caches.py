@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import DataType, LLMStatusCode, Plan, Rows, Transfer, load_plan
+from kvplan import DataType, LLMStatusCode, Placement, Plan, Rows, Transfer, load_plan
 from kvplan.planning.plan import OBSERVERS
 from kvplan.testing import (
     BlockTables,
@@ -51,6 +52,12 @@ def test_the_shape_of_a_layout(layout: str, tensors: int, shape: tuple[int, ...]
         else None
     )
     assert plan is None or plan.nbytes == 3 * (1 if layout == "MLA" else 8) * 16 * 32 * 2
+
+
+def test_a_cache_without_arguments_is_of_a_usual_shape() -> None:
+    desc = make_desc()
+    assert (desc.num_tensors, desc.shape) == (4, (64, 16, 8, 128))
+    assert (desc.data_type, desc.placement) == (DataType.DT_FLOAT16, Placement.DEVICE)
 
 
 def test_layouts_without_known_lengths_are_refused() -> None:
@@ -111,6 +118,13 @@ def test_impossible_tables_are_refused(arguments, options, message: str) -> None
         BlockTables()(*arguments, **options)
 
 
+@pytest.mark.parametrize("num_blocks", [0, 2**32 + 1])
+def test_the_number_of_blocks_is_checked_before_a_pool_is_made(num_blocks: int) -> None:
+    """A later check also refuses the call, so that a wrong bound makes no pool of this size."""
+    with pytest.raises(ValueError, match=f"num_blocks={num_blocks} "):
+        BlockTables()(num_blocks, 1, fragmentation=2)
+
+
 @given(transfers())
 def test_any_plan_is_executed_on_filled_arrays(example: Example) -> None:
     plan = example.plan()
@@ -127,11 +141,22 @@ def test_any_plan_is_executed_on_filled_arrays(example: Example) -> None:
     assert [*moved.parts] == [""]
 
 
-def test_arrays_have_the_shape_of_the_cache() -> None:
-    desc = make_desc("HND", blocks=8, data_type=DataType.DT_BF16)
+@pytest.mark.parametrize(
+    ("data_type", "dtype"),
+    [
+        (DataType.DT_FLOAT8_E5M2, np.uint8),
+        (DataType.DT_BF16, np.uint16),
+        (DataType.DT_FLOAT, np.uint32),
+        (DataType.DT_DOUBLE, np.uint64),
+    ],
+)
+def test_arrays_have_the_shape_of_the_cache(
+    data_type: DataType, dtype: type[np.unsignedinteger[Any]]
+) -> None:
+    desc = make_desc("HND", blocks=8, data_type=data_type)
     moved = run_reference(kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst"))
     assert [tensor.shape for tensor in moved.dst] == [desc.shape] * 4
-    assert moved.dst[0].dtype == np.uint16
+    assert moved.dst[0].dtype == moved.src[0].dtype == dtype
     np.testing.assert_array_equal(moved.dst[3][2], moved.src[3][1])
 
 
@@ -147,6 +172,17 @@ def test_groups_are_executed_together_and_compared_separately() -> None:
     assert len(moved.dst) == 6
     np.testing.assert_array_equal(moved.parts["heads"].dst[0][4], moved.src[2][3])
     np.testing.assert_array_equal(moved.dst[1][2], moved.parts["latent"].src[1][1])
+
+
+def test_the_arrays_of_a_group_are_found_on_the_side_with_more_tensors() -> None:
+    whole, apart = make_desc("block layer kv token head dim", blocks=8), make_desc(blocks=8)
+    for src, dst in ((whole, apart), (apart, whole)):
+        plan = kvplan.plan(Transfer(Rows(src, [1]), Rows(dst, [2])), local="dst")
+        moved = run_reference(joined({"a": plan, "b": plan}))
+        for label, group in moved.parts.items():
+            assert (len(group.src), len(group.dst)) == (src.num_tensors, dst.num_tensors), label
+            sent, arrived = request_tokens(src, group.src, [1]), request_tokens(dst, group.dst, [2])
+            np.testing.assert_array_equal(sent, arrived)
 
 
 def test_a_copy_inside_one_cache_is_executed() -> None:
@@ -198,9 +234,10 @@ def test_golden_plans_work_without_pytest(tmp_path) -> None:  # type: ignore[no-
     plan = kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst")
     with pytest.raises(AssertionError, match="does not exist; the plan of the test is"):
         GoldenPlans(tmp_path / "plans", "mine")(plan)
-    golden = GoldenPlans(tmp_path / "plans", "mine", update=True)
+    golden = GoldenPlans(tmp_path / "plans", "mine", update=True, how="make golden")
     golden(plan)
     assert golden.written == [golden.path()]
+    assert repr(golden) == repr(GoldenPlans(tmp_path / "plans", "mine"))
     GoldenPlans(tmp_path / "plans", "mine")(plan)
     with pytest.raises(AssertionError, match=r"only in the old plan; part a only in the new"):
         GoldenPlans(tmp_path / "plans", "mine")(joined({"a": plan}))
