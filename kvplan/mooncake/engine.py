@@ -121,8 +121,9 @@ class TransferEngine:
         metadata_type: str,
     ) -> int:  # fmt: skip
         """Start the engine; see `initialize`."""
-        for name, value in (("local_hostname", local_hostname), ("protocol", protocol)):
-            check_text(name, value)
+        check_text("local_hostname", local_hostname)
+        check_text("metadata_server", metadata_server)
+        check_text("protocol", protocol)
         if metadata_server != P2P:
             raise invalid(f"metadata_server={shown(metadata_server)} must be {P2P!r}")
         host, _ = split_name(local_hostname, "local_hostname")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from kvplan import hixl
+from kvplan import LLMException, hixl
 from kvplan.addressed.engine import MAX_REQUESTS, Request
 from kvplan.hixl import TransferOpDesc, TransferStatus
 from tests.hixl.conftest import MakeEngine
@@ -185,6 +185,25 @@ def test_arguments_of_other_types_raise_type_error(engine: hixl.Hixl) -> None:
             engine.transfer_sync(NAME, hixl.READ, descs)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         engine.transfer_sync(NAME, 0, ONE_DESCRIPTOR)  # type: ignore[arg-type]
+    for wrong in ((5, hixl.READ, ONE_DESCRIPTOR), (NAME, 0, ONE_DESCRIPTOR)):
+        with pytest.raises(TypeError, match=r"^(remote_engine|op) is a int"):
+            engine.plan_transfer(*wrong)  # type: ignore[arg-type]
+
+
+def test_an_argument_that_is_given_twice_or_is_unknown_raises_type_error(engine: hixl.Hixl) -> None:
+    for args, kwargs in (
+        ((NAME,), {"remote_engine": free_name()}),
+        ((NAME, 10, 10), {}),
+        ((NAME,), {"timeout": 10}),
+        ((), {"timeout_in_millis": 10}),
+    ):
+        with pytest.raises(TypeError, match="argument"):
+            engine.connect(*args, **kwargs)
+
+
+def test_text_that_is_not_unicode_is_refused(engine: hixl.Hixl) -> None:
+    for wrong in (hixl.NotifyDesc("\ud800", "b"), hixl.NotifyDesc("a", "\ud800")):
+        assert engine.send_notify(NAME, wrong) == hixl.PARAM_INVALID
 
 
 @pytest.mark.parametrize(
@@ -345,6 +364,22 @@ def test_an_unknown_handle_deregisters_nothing(engine: hixl.Hixl, peer: Peer) ->
     for memory, status in ((first, hixl.PARAM_INVALID), (second, hixl.SUCCESS)):
         moved = [TransferOpDesc(memory.address, peer.address, 4096)]
         assert engine.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == status
+
+
+class Held:
+    """A running engine that cannot release its memory."""
+
+    def close(self) -> None:
+        raise LLMException("its memory is still written")
+
+
+def test_finalize_logs_what_could_not_be_released(caplog: pytest.LogCaptureFixture) -> None:
+    engine = hixl.Hixl()
+    engine._running = cast(Any, Held())
+    engine.finalize()
+    assert "finalize: FAILED: its memory is still written" in caplog.text
+    assert engine.initialize("127.0.0.1") == hixl.SUCCESS
+    engine.finalize()
 
 
 class Ended:
