@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from kvplan import LLMException, hixl
-from kvplan.addressed.engine import MAX_REQUESTS, Request
+from kvplan.addressed.engine import REFUSALS, Request
 from kvplan.hixl import TransferOpDesc, TransferStatus
+from kvplan.hixl.values import status_of
 from tests.hixl.conftest import MakeEngine
 from tests.hixl.peer import Peer
 from tests.hixl.places import Memory, Place, free_name, registered
@@ -366,6 +367,15 @@ def test_an_unknown_handle_deregisters_nothing(engine: hixl.Hixl, peer: Peer) ->
         assert engine.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == status
 
 
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_an_exception_of_the_engine_is_an_invalid_argument_or_a_failure(
+    kind: type[Exception],
+) -> None:
+    assert status_of(kind("a reason")) == (
+        hixl.PARAM_INVALID if issubclass(kind, ValueError) else hixl.FAILED
+    )
+
+
 class Held:
     """A running engine that cannot release its memory."""
 
@@ -402,7 +412,7 @@ def test_open_requests_are_bounded(engine: hixl.Hixl, peer: Peer) -> None:
     moved = [TransferOpDesc(memory.address, peer.address, 4096)]
     running: Any = engine._running
     before = memory.array.copy()
-    tasks = [Ended() for _ in range(MAX_REQUESTS)]
+    tasks = [Ended() for _ in range(65_536)]  # as docs/how-to/hixl.md says
     numbers = [running.requests.add(Request(task, None, peer.name, "READ")) for task in tasks]
     for done in (False, True):
         tasks[7].settled = done  # a task is open until its status is asked for
