@@ -58,12 +58,15 @@ class TestInside:
             assert (swapped[3] == row(tensor + 1)).all()
             assert not copied[[1, 2, 3, 4, 7]].any()
 
+    @pytest.mark.parametrize("is_handle", [False, True], ids=["object", "handle"])
     def test_a_copy_inside_host_memory_waits_for_an_event(
-        self, datadist: LlmDataDist, compute: Compute
+        self, is_handle: bool, datadist: LlmDataDist, compute: Compute
     ) -> None:
         cache = datadist.allocate_blocks_cache(HOST)
         compute.hold()
-        task = datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=compute.event())
+        event = compute.event()
+        after = handle_of(event) if is_handle else event
+        task = datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=after)
         assert still_pending(task)
         for array in datadist.arrays(cache):
             array[0] = 4

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from kvplan import hixl
-from kvplan.addressed.engine import MAX_REQUESTS, Request
+from kvplan import LLMException, hixl
+from kvplan.addressed.engine import REFUSALS, Request
 from kvplan.hixl import TransferOpDesc, TransferStatus
+from kvplan.hixl.values import status_of
 from tests.hixl.conftest import MakeEngine
 from tests.hixl.peer import Peer
 from tests.hixl.places import Memory, Place, free_name, registered
@@ -185,6 +186,25 @@ def test_arguments_of_other_types_raise_type_error(engine: hixl.Hixl) -> None:
             engine.transfer_sync(NAME, hixl.READ, descs)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         engine.transfer_sync(NAME, 0, ONE_DESCRIPTOR)  # type: ignore[arg-type]
+    for wrong in ((5, hixl.READ, ONE_DESCRIPTOR), (NAME, 0, ONE_DESCRIPTOR)):
+        with pytest.raises(TypeError, match=r"^(remote_engine|op) is a int"):
+            engine.plan_transfer(*wrong)  # type: ignore[arg-type]
+
+
+def test_an_argument_that_is_given_twice_or_is_unknown_raises_type_error(engine: hixl.Hixl) -> None:
+    for args, kwargs in (
+        ((NAME,), {"remote_engine": free_name()}),
+        ((NAME, 10, 10), {}),
+        ((NAME,), {"timeout": 10}),
+        ((), {"timeout_in_millis": 10}),
+    ):
+        with pytest.raises(TypeError, match="argument"):
+            engine.connect(*args, **kwargs)
+
+
+def test_text_that_is_not_unicode_is_refused(engine: hixl.Hixl) -> None:
+    for wrong in (hixl.NotifyDesc("\ud800", "b"), hixl.NotifyDesc("a", "\ud800")):
+        assert engine.send_notify(NAME, wrong) == hixl.PARAM_INVALID
 
 
 @pytest.mark.parametrize(
@@ -347,6 +367,31 @@ def test_an_unknown_handle_deregisters_nothing(engine: hixl.Hixl, peer: Peer) ->
         assert engine.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == status
 
 
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_an_exception_of_the_engine_is_an_invalid_argument_or_a_failure(
+    kind: type[Exception],
+) -> None:
+    assert status_of(kind("a reason")) == (
+        hixl.PARAM_INVALID if issubclass(kind, ValueError) else hixl.FAILED
+    )
+
+
+class Held:
+    """A running engine that cannot release its memory."""
+
+    def close(self) -> None:
+        raise LLMException("its memory is still written")
+
+
+def test_finalize_logs_what_could_not_be_released(caplog: pytest.LogCaptureFixture) -> None:
+    engine = hixl.Hixl()
+    engine._running = cast(Any, Held())
+    engine.finalize()
+    assert "finalize: FAILED: its memory is still written" in caplog.text
+    assert engine.initialize("127.0.0.1") == hixl.SUCCESS
+    engine.finalize()
+
+
 class Ended:
     """A task that has ended, or has not."""
 
@@ -367,7 +412,7 @@ def test_open_requests_are_bounded(engine: hixl.Hixl, peer: Peer) -> None:
     moved = [TransferOpDesc(memory.address, peer.address, 4096)]
     running: Any = engine._running
     before = memory.array.copy()
-    tasks = [Ended() for _ in range(MAX_REQUESTS)]
+    tasks = [Ended() for _ in range(65_536)]  # as docs/how-to/hixl.md says
     numbers = [running.requests.add(Request(task, None, peer.name, "READ")) for task in tasks]
     for done in (False, True):
         tasks[7].settled = done  # a task is open until its status is asked for

@@ -44,6 +44,8 @@ WRONG: dict[str, Callable[[TransferEngine, int], Any]] = {
     "source_address is a str": lambda engine, _: engine.read_bytes_from_buffer("", 0),  # type: ignore[arg-type]
     "buffer_addr is a float": lambda engine, _: engine.free_managed_buffer(1.5, 1),  # type: ignore[arg-type]
     "location": lambda engine, at: engine.register_memory(at + SIZE, 1, None),  # type: ignore[arg-type]
+    "buffer_addresses must have": lambda engine, _: engine.batch_register_memory([-1], [1]),
+    "batch_ids must have": lambda engine, _: engine.get_batch_transfer_status([1 << 64]),
     "notify": lambda engine, at: engine.transfer_sync(engine._own, at, at + 64, 8, Write, "text"),  # type: ignore[arg-type]
 }
 
@@ -104,12 +106,19 @@ def on_device() -> str:
     engine = TransferEngine()
     assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "ascend", "") == 0
     buffer = engine.datadist.device.native.allocate(SIZE)
-    assert engine.register_memory(buffer.address, SIZE, "npu:0") == 0
-    with refused("LLM_PARAM_INVALID", "is memory of a device"):
-        engine.read_bytes_from_buffer(buffer.address, 4)
-    status = engine.write_bytes_to_buffer(buffer.address, b"abcd", 4)
+    statuses = []
+    for location in ("npu:0", "*"):  # "*": any place, which the engine finds out
+        assert engine.register_memory(buffer.address, SIZE, location) == 0
+        with refused("LLM_PARAM_INVALID", "is memory of a device"):
+            engine.read_bytes_from_buffer(buffer.address, 4)
+        statuses.append(engine.write_bytes_to_buffer(buffer.address, b"abcd", 4))
+        assert engine.unregister_memory(buffer.address) == 0
+    statuses.append(engine.register_memory(buffer.address, SIZE, "cpu"))
+    host = np.zeros(SIZE, np.uint8)
+    assert engine.register_memory(host.ctypes.data, SIZE) == 0
+    assert engine.write_bytes_to_buffer(host.ctypes.data, b"abcd", 4) == 0
     engine.close()
-    return f"refused, {status}"
+    return f"refused, {statuses}"
 
 
 @pytest.mark.usefixtures("simulator")
@@ -118,4 +127,4 @@ def test_memory_of_a_device_is_not_that_of_the_host(monkeypatch: pytest.MonkeyPa
     code = "from tests.mooncake.test_arguments import on_device; print(on_device())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "refused, -1"
+    assert done.stdout.strip() == "refused, [-1, -1, -1]"

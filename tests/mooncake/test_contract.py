@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import combinations
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -92,6 +92,37 @@ def test_a_restarted_engine_has_no_earlier_memory() -> None:
         assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
         assert engine.get_first_buffer_address(engine._own) == 0
         assert engine.register_memory(memory.ctypes.data, 4096) == 0
+        engine.close()
+
+
+OUTCOMES: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "get_rpc_port": ((), -1),
+    "send_probe": (("127.0.0.1:9",), -1),
+    "register_memory": ((4096, 1), -1),
+    "unregister_memory": ((4096,), -1),
+    "batch_register_memory": (([4096], [1]), -1),
+    "batch_unregister_memory": (([4096],), -1),
+    "allocate_managed_buffer": ((1,), 0),
+    "free_managed_buffer": ((4096, 1), -1),
+    "write_bytes_to_buffer": ((4096, b"a", 1), -1),
+    "get_first_buffer_address": (("127.0.0.1:9",), 0),
+    "transfer_sync_read": (("127.0.0.1:9", 4096, 4096, 1), -1),
+    "transfer_submit_write": (("127.0.0.1:9", 4096, 4096, 1), -1),
+    "batch_transfer_async_read": (("127.0.0.1:9", [4096], [4096], [1]), 0),
+    "get_batch_transfer_status": (([],), -1),
+    "transfer_check_status": ((1,), -1),
+    "get_notifies": ((), []),
+}
+
+
+def test_calls_of_an_engine_that_is_not_initialized_or_closed() -> None:
+    engine = TransferEngine()
+    for initialized_before in (False, True):
+        for name, (arguments, expected) in OUTCOMES.items():
+            assert getattr(engine, name)(*arguments) == expected, (name, initialized_before)
+        with refused("LLM_PARAM_INVALID", "is not registered"):
+            engine.read_bytes_from_buffer(4096, 1)
+        assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
         engine.close()
 
 

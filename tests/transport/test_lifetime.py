@@ -6,6 +6,7 @@ import mmap
 import select
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -206,6 +207,16 @@ class InterruptedLink(LocalLink):
         self.disconnected = str(why)
 
 
+def test_descriptor_zero_is_a_death_fd_like_any_other(
+    owner: Owner, transport: LocalTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may have closed its standard input."""
+    owner.run(ARENA)
+    with transport.connect(owner.metadata()) as link, monkeypatch.context() as zero:
+        zero.setattr(link, "process", SimpleNamespace(pidfd=0))
+        assert link.death_fd == 0
+
+
 @pytest.mark.parametrize("setup", [ARENA])
 def test_a_close_that_was_interrupted_is_finished_by_the_next(owner: Owner, setup: str) -> None:
     owner.run(setup)
@@ -321,6 +332,9 @@ class TestThisSide:
                         getattr(transport, name)()
                     except Exception as error:
                         os.write(other_end, f"{error}|".encode())
+                with open("/proc/self/maps") as maps:
+                    tables = maps.read().count("kvplan-generations")
+                os.write(other_end, f"{tables} tables".encode())
                 os._exit(0)
             os.close(other_end)
             os.wait()
@@ -329,6 +343,7 @@ class TestThisSide:
         """)
         assert "forked child" in answer
         assert "closed" in answer
+        assert "|0 tables" in answer  # the child does not keep its parent's memory
         metadata = owner.metadata()
         with LocalTransport() as transport, transport.connect(metadata) as link:
             link.check()  # closing the child's copy did not close the link

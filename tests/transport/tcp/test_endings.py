@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -44,6 +45,16 @@ def begun(link: TcpLink, owner: Owner, local: Bytes, direction: str) -> tuple[Ex
         pass
     assert not task.done
     return moving, task
+
+
+def test_descriptor_zero_is_a_death_fd_like_any_other(
+    link: TcpLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may have closed its standard input."""
+    with monkeypatch.context() as zero:
+        zero.setattr(link, "native", SimpleNamespace(death_fd=0, failure=None))
+        assert link.death_fd == 0
+        link.check()
 
 
 @BOTH
