@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
+from weakref import ref
 
 import pytest
 
-from kvplan import BlockLease, LLMStatusCode
+from kvplan import BlockLease, CacheIndex, LLMStatusCode
 from kvplan.control.auth import Keys
 from kvplan.control.channel import Channel
 from kvplan.control.connecting import Server
@@ -20,6 +23,7 @@ from kvplan.control.messages import Body, Hello, Welcome
 from kvplan.links import ClusterInfo, LinkState
 from kvplan.links.handshake import HandshakeAcceptor
 from kvplan.links.local_engine import LocalEngine
+from kvplan.links.peer_table import PeerCache
 from kvplan.links.transitions import Transitions
 from kvplan.types import LlmRole
 from tests.links.end import DESC, End
@@ -155,6 +159,10 @@ def test_the_handshake_of_the_lower_id_continues(own_id: int, state: LinkState) 
     assert asyncio.run(meet()) is (own_id < 5)
 
 
+class Located:
+    """Memory of a peer."""
+
+
 class Memories:
     """A transport link that records the requested memory."""
 
@@ -166,7 +174,7 @@ class Memories:
 
     def memory(self, addresses: Any, *_: Any, writable: bool, metadata: Any, **more: Any) -> object:
         self.asked.append((len(addresses), writable, more.get("any_holder", False)))
-        return object()
+        return Located()
 
 
 def test_memories_that_differ_in_one_property_are_different(pair: tuple[End, End]) -> None:
@@ -187,6 +195,64 @@ def test_memories_that_differ_in_one_property_are_different(pair: tuple[End, End
             made[tuple(cache.cache_id for cache in caches), writable, any_holder] = memory
             assert memories.asked[-1] == (2 * len(caches), writable, any_holder)
         assert len({id(memory) for memory in made.values()}) == len(memories.asked) == 16
+    finally:
+        link.transport_links = real
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_cache_that_no_transport_reaches_is_named(pair: tuple[End, End], place: int) -> None:
+    one, two = pair
+    link = one.links.get(2)
+    ids = [two.registry.allocate(DESC, paged=False).cache.cache_id for _ in range(3)]
+    link.sync()
+    caches = [link._table.by_id[cache_id] for cache_id in ids]
+    caches[place] = replace(caches[place], offers={})
+    with refused("LLM_FEATURE_NOT_ENABLED", f"^cache {ids[place]} of cluster 2 is in .* memory"):
+        link.joined_memory(caches, writable=True)
+
+
+def test_only_memory_of_published_caches_is_kept(pair: tuple[End, End]) -> None:
+    """A request may still have an object from before a change of the peer's table."""
+    one, two = pair
+    link = one.links.get(2)
+    ids = [two.registry.allocate(DESC, paged=False).cache.cache_id for _ in range(2)]
+    link.sync()
+    a, b = [link._table.by_id[cache_id] for cache_id in ids]
+    earlier = copy(a)
+
+    def is_kept(*caches: PeerCache) -> bool:
+        made = link.joined_memory(caches, writable=True)
+        return link.joined_memory(caches, writable=True) is made
+
+    fakes, real = cast(Any, dict.fromkeys(link.transport_links, Memories())), link.transport_links
+    link.transport_links = fakes
+    try:
+        assert is_kept(a)
+        assert is_kept(a, b)
+        assert not is_kept(earlier)
+        assert not is_kept(earlier, b)
+        assert not is_kept(b, earlier)
+        assert is_kept(a, b)
+    finally:
+        link.transport_links = real
+    one.links.unlink([2], 5000).raise_for_status()
+    link.transport_links = fakes
+    assert not is_kept(a)
+    assert not is_kept(a, b)
+
+
+def test_a_link_keeps_64_memories_of_several_caches(pair: tuple[End, End]) -> None:
+    one, two = pair
+    link = one.links.get(2)
+    cache = link.cache(CacheIndex(2, two.registry.allocate(DESC, paged=False).cache.cache_id))
+    link.transport_links, real = cast(Any, {"local": Memories()}), link.transport_links
+    try:
+        made: list[ref[Any]] = []
+        most = 0
+        for count in range(2, 102):
+            made.append(ref(link.joined_memory([cache] * count, writable=True)))
+            most = max(most, sum(memory() is not None for memory in made))
+        assert most == 64
     finally:
         link.transport_links = real
 
