@@ -19,7 +19,7 @@ from kvplan.control.channel import Channel
 from kvplan.control.connecting import Server
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
-from kvplan.control.messages import Body, Hello, Welcome
+from kvplan.control.messages import Body, Hello, Offer, Welcome
 from kvplan.links import ClusterInfo, LinkState
 from kvplan.links.handshake import HandshakeAcceptor
 from kvplan.links.local_engine import LocalEngine
@@ -166,11 +166,15 @@ class Located:
 class Memories:
     """A transport link that records the requested memory."""
 
-    detects_freed = "before"
     way = ""
 
-    def __init__(self) -> None:
+    def __init__(self, detects_freed: str = "before", unreached: bytes | None = None) -> None:
+        self.detects_freed = detects_freed
         self.asked: list[tuple[int, bool, bool]] = []
+        self._unreached = unreached  # the metadata of memory that this transport does not reach
+
+    def unreached(self, metadata: bytes) -> str | None:
+        return "too far" if metadata == self._unreached else None
 
     def memory(self, addresses: Any, *_: Any, writable: bool, metadata: Any, **more: Any) -> object:
         self.asked.append((len(addresses), writable, more.get("any_holder", False)))
@@ -200,13 +204,60 @@ def test_memories_that_differ_in_one_property_are_different(pair: tuple[End, End
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_first_transport_that_reaches_all_caches_is_used(
+    pair: tuple[End, End], place: int
+) -> None:
+    one, two = pair
+    link = one.links.get(2)
+    known = link.cache(CacheIndex(2, two.registry.allocate(DESC, paged=False).cache.cache_id))
+    near = [replace(known, offers=(Offer("a", b"near"),)) for _ in range(3)]
+    mixed = [replace(known, offers=(Offer("a", b"near"), Offer("b", b"near"))) for _ in range(3)]
+    mixed[place] = replace(known, offers=(Offer("a", b"far"), Offer("b", b"far")))
+    one_way, other_way = Memories(unreached=b"far"), Memories()
+    real = link.transport_links
+    try:
+        for ways in ({"a": one_way, "b": other_way}, {"a": one_way}):
+            link.transport_links = cast(Any, ways)
+            for caches in (near, mixed):
+                link.joined_memory(caches, writable=True)
+                link.forget()
+    finally:
+        link.transport_links = real
+    # Without another way, the only one is taken: its error says what it does not reach.
+    assert (len(one_way.asked), len(other_way.asked)) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "asks", "needs"),
+    [
+        ((), True, True),
+        (("check",), False, False),
+        (("before",), False, True),
+        (("after",), True, True),
+        (("check", "before"), False, True),
+        (("check", "after"), True, True),
+    ],
+)
+def test_the_peer_is_asked_if_only_it_knows_what_was_freed(
+    pair: tuple[End, End], kinds: tuple[str, ...], asks: bool, needs: bool
+) -> None:
+    link = pair[0].links.get(2)
+    real = link.transport_links
+    link.transport_links = cast(Any, {kind: Memories(kind) for kind in kinds})
+    try:
+        assert (link.asks_before_writes, link.needs_peer) == (asks, needs)
+    finally:
+        link.transport_links = real
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
 def test_the_cache_that_no_transport_reaches_is_named(pair: tuple[End, End], place: int) -> None:
     one, two = pair
     link = one.links.get(2)
     ids = [two.registry.allocate(DESC, paged=False).cache.cache_id for _ in range(3)]
     link.sync()
     caches = [link._table.by_id[cache_id] for cache_id in ids]
-    caches[place] = replace(caches[place], offers={})
+    caches[place] = replace(caches[place], offers=())
     with refused("LLM_FEATURE_NOT_ENABLED", f"^cache {ids[place]} of cluster 2 is in .* memory"):
         link.joined_memory(caches, writable=True)
 
