@@ -38,7 +38,8 @@ FILES = ("pyproject.toml", "setup.py", "conftest.py", "pytest_kvplan.py", "READM
 ROOMS = {
     "addressed": "tests/addressed tests/hixl -k 'not ascend'",
     "cli": "tests/cli",
-    "control": "tests/control tests/links -k 'not ucx and not ascend'",
+    "control": "tests/control tests/links tests/datadist/test_status_socket.py "
+    "-k 'not ucx and not ascend'",
     "debug": "tests/debug",
     "device": "tests/device tests/cuda",
     "engine": "tests/engine tests/datadist tests/links -k 'not ucx and not ascend'",

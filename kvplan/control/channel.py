@@ -205,9 +205,8 @@ class Channel:
         try:
             async with self._sending:  # frames keep their order while the peer is slow
                 await self.connection.send(frame)
-        except ConnectionError:
-            self._check_open()
-            raise
+        except ConnectionError as error:  # a connection ends with its channel
+            raise ChannelClosed(self._reason) from error
         self.last_sent = time.monotonic()
 
     def _receive(self, frame: bytes) -> None:

@@ -60,8 +60,8 @@ class Server:
         self._listening: socket.socket | None = None
         self._sweeping: asyncio.TimerHandle | None = None
         self._inode = 0
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        limit = MAX_PENDING if files < 0 else min(MAX_PENDING, files // 8)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # never infinite on Linux
+        limit = min(MAX_PENDING, files // 8)
         self._pending = PendingConnections(limit, self._open_channel, loop.refusals)
 
     @classmethod

@@ -226,9 +226,9 @@ class HandshakeAcceptor:
         self._transitions = transitions
         self._on_linked = on_linked
         self._accepted: dict[PeerLink, _Accepted] = {}
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        limit = engine.options.max_links if files < 0 else files // _DESCRIPTORS
-        self._max_accepting = max(_MIN_ACCEPTING, min(engine.options.max_links, limit))
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # never infinite on Linux
+        limit = min(engine.options.max_links, files // _DESCRIPTORS)
+        self._max_accepting = max(_MIN_ACCEPTING, limit)
 
     async def hello(
         self, channel: Channel, hello: Hello, admit: Callable[[Hello], int | None]

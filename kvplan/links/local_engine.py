@@ -10,7 +10,7 @@ from kvplan.control.auth import Keys
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import MAX_TEXT, Offer, PassedOver, Trial
 from kvplan.planning.side import Side, side
-from kvplan.status import LLMException, link_failed
+from kvplan.status import LLMException, link_failed, message_of
 from kvplan.transport.choice import TRANSPORTS
 from kvplan.types import BlocksCacheKey, Cache, CacheKey, LlmRole
 
@@ -273,7 +273,7 @@ def _tried(transport: Transport, metadata: bytes, kinds: frozenset[str]) -> Tria
         try:
             lacks += filter(None, [transport.shortfall(metadata)])
         except LLMException as error:  # the peer has exited since
-            refusal = str(error.args[0])
+            refusal = message_of(error)
     if refusal is not None:
         return Trial(transport.name, refusal[:MAX_TEXT])
     return Trial(transport.name, "", "; ".join(lacks)[:MAX_TEXT])

@@ -12,7 +12,7 @@ from kvplan.serving.messages import MAX_PARTS, MAX_REASON, Ask, Handle, Message,
 from kvplan.serving.pusher import MAX_GOAL_NBYTES, PART_NBYTES, Goal, Pusher
 from kvplan.serving.tables import GroupLease, encode_leases
 from kvplan.serving.tasks import ExchangeOptions, PeerThreads, Tasks
-from kvplan.status import LLMException
+from kvplan.status import LLMException, message_of
 
 MAX_WAITING: Final = 4096  # asks of one consumer
 
@@ -73,7 +73,7 @@ class Asks:
             try:
                 goal = Goal.from_bytes(data)
             except LLMException as error:
-                self._refuse(cluster_id, ask.number, str(error.args[0]))
+                self._refuse(cluster_id, ask.number, message_of(error))
                 return
             if goal.lease.cluster_id != cluster_id:
                 self._refuse(
@@ -127,7 +127,7 @@ class Asks:
             if waits and goal is not None:
                 self._pusher.add(cluster_id, ask.number, ask.transfer, ask.digest, goal)
         except LLMException as error:
-            self._refuse(cluster_id, ask.number, str(error.args[0]))
+            self._refuse(cluster_id, ask.number, message_of(error))
         else:
             self._tasks.spawn(self._grant(cluster_id, ask, handle, leases), cluster_id)
 

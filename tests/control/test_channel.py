@@ -333,6 +333,7 @@ def test_a_few_undecodable_frames_are_dropped_and_more_end_the_channel(
     assert conversation.far_loop.refusals.count == MAX_UNDECODABLE
     conversation.loop.run(send_noise(1))
     assert conversation.near.next() == ("lost", "too many frames that are not messages")
+    assert not conversation.channel.closed_orderly
 
 
 def test_a_long_reason_of_the_end_is_cut(conversation: Conversation) -> None:

@@ -359,8 +359,12 @@ def test_the_direct_connection_is_offered_until_an_offer_was_answered() -> None:
         receiving.take()
         await receiving.calls.pop()
         assert sender.send_directly(b"6")
+        direct = sender._sending  # as a thread that is about to send has it
+        assert direct is not None
         sender.end(None)
         assert not sender.send_directly(b"7")
+        assert not direct.send(b"8")
+        del direct  # the error above keeps this frame
         assert (await sent(sender, receiving)).direct is None
         receiving.calls.pop().cancel()
         receiving.end()

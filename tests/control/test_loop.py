@@ -164,7 +164,7 @@ def test_workers_may_block_while_the_loop_runs(loop: ControlLoop) -> None:
 
 
 def test_functions_without_a_thread_run_in_the_loop() -> None:
-    """Other calls are refused."""
+    """Other calls are refused, and do not run later, when there is a thread."""
     program = """
         from threading import current_thread
         from kvplan import LLMException
@@ -174,8 +174,8 @@ def test_functions_without_a_thread_run_in_the_loop() -> None:
         async def start(function, *args):
             return await loop.start_in_worker(function, *args)
 
-        async def in_worker(function):
-            return await loop.in_worker(function)
+        async def in_worker(function, *args):
+            return await loop.in_worker(function, *args)
 
         become()
         loop = ControlLoop("lone")
@@ -188,14 +188,18 @@ def test_functions_without_a_thread_run_in_the_loop() -> None:
             pass
         else:
             raise AssertionError("an error was lost")
+        ran = []
+        loop.run(start(ran.append, "started"))
         try:
-            loop.run(in_worker(int))
+            loop.run(in_worker(ran.append, "refused"))
         except LLMException as error:
             assert error.status_code.name == "LLM_OUT_OF_MEMORY", error
         else:
             raise AssertionError("there was a thread")
         allow_threads(None)
+        # The only worker takes what is left of the earlier calls first.
         assert loop.run(start(current_thread)).name.startswith("lone-worker")
+        assert ran == ["started"]
         loop.stop()
     """
     lone_user.run(program)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
 from kvplan.control.auth import ClusterKey, Keys, describe_user_key, user_key
+from kvplan.control.connecting import connect
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.status import LLMStatusCode
+from tests.control.conversation import DEADLINE_S, Recorder
 from tests.support.peer import Peer
 from tests.support.refusals import refused
 
@@ -80,6 +83,16 @@ def test_a_file_or_directory_that_others_may_use_is_refused(file: Path) -> None:
     file.chmod(0o600)
     file.parent.chmod(0o755)
     assert f"{file.parent} has mode 0755" in refusal()
+
+
+def test_a_peer_that_needs_a_refused_key_is_named(loop: ControlLoop, file: Path) -> None:
+    file.chmod(0o640)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        endpoint = Endpoint(*listening.getsockname())
+        connecting = connect(loop, endpoint, Recorder(), Keys(user=user_key), DEADLINE_S)
+        reason = f"^{endpoint}: authenticate: user's key: cluster key {file}: its mode is 0640"
+        with refused(LLMStatusCode.LLM_LINK_FAILED, reason):
+            loop.run(connecting)
 
 
 @needs_root

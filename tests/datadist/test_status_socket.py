@@ -399,6 +399,25 @@ def test_a_program_with_another_answer_is_refused_in_time(sent: bytes, error: st
         talking.result()
 
 
+@pytest.mark.parametrize(("surplus", "error"), [(0, ""), (1, "more than 16 MiB")])
+def test_a_document_has_up_to_16_mib(surplus: int, error: str) -> None:
+    name = f"kvplan-test-{os.geteuid()}-{os.getpid()}"
+    document = b'{"schema_version": 1}'.ljust((16 << 20) + surplus)
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as program:
+        listener.bind(f"\0{name}")
+        listener.listen()
+
+        def talk() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(ConnectionError):
+                connection.sendall(document)
+
+        talking = program.submit(talk)
+        answer = _read(name, DEADLINE_S)
+        talking.result()
+    assert answer == (os.getpid(), None if error else {"schema_version": 1}, error)
+
+
 def test_the_arguments_of_a_program_need_not_be_utf_8() -> None:
     control = ControlLoop()
 

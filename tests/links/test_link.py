@@ -71,6 +71,8 @@ def test_either_end_can_unlink(end: End, peer: Peer) -> None:
     assert (end.state(2), peer.state(1)) == (None, None)
     end.link(peer.cluster)
     assert peer.state(1) == "LINKED"
+    end.links.unlink([peer.cluster], 5000).raise_for_status()  # its address is ignored
+    assert (end.state(2), peer.state(1)) == (None, None)
 
 
 def test_a_second_link_is_refused(end: End, peer: Peer) -> None:

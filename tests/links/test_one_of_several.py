@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
+from weakref import ref
 
 import pytest
 
-from kvplan import BlockLease, LLMStatusCode
+from kvplan import BlockLease, CacheIndex, LLMStatusCode
 from kvplan.control.auth import Keys
 from kvplan.control.channel import Channel
 from kvplan.control.connecting import Server
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
-from kvplan.control.messages import Body, Hello, Welcome
+from kvplan.control.messages import Body, Hello, Offer, Welcome
 from kvplan.links import ClusterInfo, LinkState
 from kvplan.links.handshake import HandshakeAcceptor
 from kvplan.links.local_engine import LocalEngine
+from kvplan.links.peer_table import PeerCache
 from kvplan.links.transitions import Transitions
 from kvplan.types import LlmRole
 from tests.links.end import DESC, End
@@ -155,18 +159,26 @@ def test_the_handshake_of_the_lower_id_continues(own_id: int, state: LinkState) 
     assert asyncio.run(meet()) is (own_id < 5)
 
 
+class Located:
+    """Memory of a peer."""
+
+
 class Memories:
     """A transport link that records the requested memory."""
 
-    detects_freed = "before"
     way = ""
 
-    def __init__(self) -> None:
+    def __init__(self, detects_freed: str = "before", unreached: bytes | None = None) -> None:
+        self.detects_freed = detects_freed
         self.asked: list[tuple[int, bool, bool]] = []
+        self._unreached = unreached  # the metadata of memory that this transport does not reach
+
+    def unreached(self, metadata: bytes) -> str | None:
+        return "too far" if metadata == self._unreached else None
 
     def memory(self, addresses: Any, *_: Any, writable: bool, metadata: Any, **more: Any) -> object:
         self.asked.append((len(addresses), writable, more.get("any_holder", False)))
-        return object()
+        return Located()
 
 
 def test_memories_that_differ_in_one_property_are_different(pair: tuple[End, End]) -> None:
@@ -187,6 +199,111 @@ def test_memories_that_differ_in_one_property_are_different(pair: tuple[End, End
             made[tuple(cache.cache_id for cache in caches), writable, any_holder] = memory
             assert memories.asked[-1] == (2 * len(caches), writable, any_holder)
         assert len({id(memory) for memory in made.values()}) == len(memories.asked) == 16
+    finally:
+        link.transport_links = real
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_first_transport_that_reaches_all_caches_is_used(
+    pair: tuple[End, End], place: int
+) -> None:
+    one, two = pair
+    link = one.links.get(2)
+    known = link.cache(CacheIndex(2, two.registry.allocate(DESC, paged=False).cache.cache_id))
+    near = [replace(known, offers=(Offer("a", b"near"),)) for _ in range(3)]
+    mixed = [replace(known, offers=(Offer("a", b"near"), Offer("b", b"near"))) for _ in range(3)]
+    mixed[place] = replace(known, offers=(Offer("a", b"far"), Offer("b", b"far")))
+    one_way, other_way = Memories(unreached=b"far"), Memories()
+    real = link.transport_links
+    try:
+        for ways in ({"a": one_way, "b": other_way}, {"a": one_way}):
+            link.transport_links = cast(Any, ways)
+            for caches in (near, mixed):
+                link.joined_memory(caches, writable=True)
+                link.forget()
+    finally:
+        link.transport_links = real
+    # Without another way, the only one is taken: its error says what it does not reach.
+    assert (len(one_way.asked), len(other_way.asked)) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "asks", "needs"),
+    [
+        ((), True, True),
+        (("check",), False, False),
+        (("before",), False, True),
+        (("after",), True, True),
+        (("check", "before"), False, True),
+        (("check", "after"), True, True),
+    ],
+)
+def test_the_peer_is_asked_if_only_it_knows_what_was_freed(
+    pair: tuple[End, End], kinds: tuple[str, ...], asks: bool, needs: bool
+) -> None:
+    link = pair[0].links.get(2)
+    real = link.transport_links
+    link.transport_links = cast(Any, {kind: Memories(kind) for kind in kinds})
+    try:
+        assert (link.asks_before_writes, link.needs_peer) == (asks, needs)
+    finally:
+        link.transport_links = real
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_cache_that_no_transport_reaches_is_named(pair: tuple[End, End], place: int) -> None:
+    one, two = pair
+    link = one.links.get(2)
+    ids = [two.registry.allocate(DESC, paged=False).cache.cache_id for _ in range(3)]
+    link.sync()
+    caches = [link._table.by_id[cache_id] for cache_id in ids]
+    caches[place] = replace(caches[place], offers=())
+    with refused("LLM_FEATURE_NOT_ENABLED", f"^cache {ids[place]} of cluster 2 is in .* memory"):
+        link.joined_memory(caches, writable=True)
+
+
+def test_only_memory_of_published_caches_is_kept(pair: tuple[End, End]) -> None:
+    """A request may still have an object from before a change of the peer's table."""
+    one, two = pair
+    link = one.links.get(2)
+    ids = [two.registry.allocate(DESC, paged=False).cache.cache_id for _ in range(2)]
+    link.sync()
+    a, b = [link._table.by_id[cache_id] for cache_id in ids]
+    earlier = copy(a)
+
+    def is_kept(*caches: PeerCache) -> bool:
+        made = link.joined_memory(caches, writable=True)
+        return link.joined_memory(caches, writable=True) is made
+
+    fakes, real = cast(Any, dict.fromkeys(link.transport_links, Memories())), link.transport_links
+    link.transport_links = fakes
+    try:
+        assert is_kept(a)
+        assert is_kept(a, b)
+        assert not is_kept(earlier)
+        assert not is_kept(earlier, b)
+        assert not is_kept(b, earlier)
+        assert is_kept(a, b)
+    finally:
+        link.transport_links = real
+    one.links.unlink([2], 5000).raise_for_status()
+    link.transport_links = fakes
+    assert not is_kept(a)
+    assert not is_kept(a, b)
+
+
+def test_a_link_keeps_64_memories_of_several_caches(pair: tuple[End, End]) -> None:
+    one, two = pair
+    link = one.links.get(2)
+    cache = link.cache(CacheIndex(2, two.registry.allocate(DESC, paged=False).cache.cache_id))
+    link.transport_links, real = cast(Any, {"local": Memories()}), link.transport_links
+    try:
+        made: list[ref[Any]] = []
+        most = 0
+        for count in range(2, 102):
+            made.append(ref(link.joined_memory([cache] * count, writable=True)))
+            most = max(most, sum(memory() is not None for memory in made))
+        assert most == 64
     finally:
         link.transport_links = real
 

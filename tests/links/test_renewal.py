@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvplan import LLMException, LLMStatusCode
-from kvplan.control.messages import Renew
+from kvplan.control.messages import Body, Renew, Renewed, Sync, Unused
 from kvplan.links import LinkState
 from kvplan.transport.local import LocalTransport
 from tests.links.end import DEADLINE_S, End
@@ -175,6 +175,18 @@ def test_a_peer_begins_only_a_few_renewals_at_a_time(pair: Pair) -> None:
     begun = renewals._control.run(begin())
     one.begins.set()
     assert begun == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("notice", [Renew(1, b""), Renewed("", 1), Unused(1), Sync()])
+def test_notices_that_do_not_apply_to_a_link_are_ignored(make_end: MakeEnd, notice: Body) -> None:
+    """The connections of this link cannot be renewed, and Sync is a request."""
+    one, two = make_end(1), make_end(2)
+    one.link(two.cluster)
+    link = one.links.get(2)
+    assert link.channel is not None
+    one.links._run(link.channel.notify(notice))
+    link.sync()  # the peer has handled the notice
+    assert (one.state(2), two.state(1)) == (LinkState.LINKED, LinkState.LINKED)
 
 
 @pytest.mark.parametrize("asker", [0, 1])

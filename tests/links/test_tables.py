@@ -163,6 +163,21 @@ class TestKeys:
         with refused(NOT_EXIST, "req_id=72"):
             one.links.get(2).find(CacheKey(2, 72))
 
+    def test_a_cache_that_a_reply_names_is_that_of_the_table_if_it_is_equal(
+        self, pair: tuple[End, End]
+    ) -> None:
+        """Otherwise its memory would be located again for each request."""
+        one, two = pair
+        link, key = one.links.get(2), CacheKey(2, 70)
+        two.registry.allocate(DESC, paged=False, keys=[key])
+        known = link.cache(CacheIndex(2, 1))
+        assert link.find(key)[0] is known
+        claim = link.claim(key)
+        assert claim.cache is known
+        claim.release(None)
+        link._table.by_id[1] = replace(known, name="before")  # its change has not arrived yet
+        assert link.find(key)[0] == known
+
     def test_a_claim_belongs_to_one_peer_until_its_release(
         self, make_end: MakeEnd, pair: tuple[End, End]
     ) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import queue
+import resource
 import socket
 import tempfile
 import threading
@@ -226,6 +227,37 @@ def test_a_confirmation_that_comes_after_another_link(
         with refused(LLMStatusCode.LLM_ALREADY_LINK, "another link to cluster 2 was made"):
             client.ask(channel, Confirm(welcome.challenge))
         assert (end.state(2), peer.state(3)) == (LinkState.LINKED, "LINKED")
+
+
+def test_a_call_waits_for_the_handshake_of_the_peer_until_its_own_timeout(
+    end: End, client: UnlinkedClient
+) -> None:
+    client.ask(client.call(end), hello(end.transports[0]))  # never confirmed
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        cluster = ClusterInfo(2, f"127.0.0.1:{unused.getsockname()[1]}")
+        (result,) = end.links.link([cluster], 50)
+        assert result.status is LLMStatusCode.LLM_LINK_FAILED
+        assert "cluster 2: its own handshake has not ended within 50 ms" in str(result.error)
+        unused.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            unused.accept()  # the call has made no attempt of its own
+    assert end.state(2) is LinkState.LINKING
+
+
+@pytest.mark.parametrize(("max_links", "files", "held"), [(18, 1000, 18), (64, 335, 20)])
+def test_unconfirmed_handshakes_are_limited_by_links_and_descriptors(
+    make_end: Callable[..., End], client: UnlinkedClient, max_links: int, files: int, held: int
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, before[1]))
+    try:
+        end = make_end(1, max_links=max_links)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    for cluster_id in range(10, 31):
+        client.ask(client.call(end), hello(end.transports[0], cluster_id=cluster_id))
+    linking = [number for number in range(10, 31) if end.state(number) is LinkState.LINKING]
+    assert linking == [*range(31 - held, 31)]
 
 
 def test_unconfirmed_handshakes_keep_no_peer_out(

@@ -371,6 +371,38 @@ def test_a_list_that_changes_after_it_was_prepared_moves_what_was_prepared(
     assert (here.memory[KIB:] == 0xAB).all()
 
 
+@pytest.mark.parametrize("place", [0, 1], ids=["local", "remote"])
+@pytest.mark.parametrize("how", ["released", "dropped"])
+def test_a_list_that_is_gone_makes_no_transfer(make: MakeHere, how: str, place: int) -> None:
+    """Transfers that were made before still move their bytes."""
+    here = make(KIB)
+    agent, rows = here.agent, [(here.memory.ctypes.data, KIB, 0)]
+    sides = [
+        agent.prep_xfer_dlist("", rows, "DRAM"),
+        agent.prep_xfer_dlist("there", [(here.peer.address, KIB, 0)], "DRAM"),
+    ]
+    numbers = [side._handle for side in sides]
+    handle = agent.make_prepped_xfer("READ", sides[0], [0], sides[1], [0])
+    if how == "released":
+        agent.release_dlist_handle(sides[place])
+    else:
+        del sides[place]
+    with pytest.raises(bindings.nixlInvalidParamError, match="a prepared list was released"):
+        agent.agent.makeXferReq(bindings.NIXL_READ, numbers[0], [0], numbers[1], [0])
+    assert here.end(handle, agent.transfer(handle)) == "DONE"
+    assert np.array_equal(here.memory, pattern(0, KIB))
+
+
+def test_only_a_local_and_a_remote_list_make_a_transfer(make: MakeHere) -> None:
+    here = make(KIB)
+    agent = here.agent
+    mine = agent.prep_xfer_dlist("", [(here.memory.ctypes.data, KIB, 0)], "DRAM")
+    theirs = agent.prep_xfer_dlist("there", [(here.peer.address, KIB, 0)], "DRAM")
+    for local, remote in ((mine, mine), (theirs, theirs), (theirs, mine)):
+        with pytest.raises(bindings.nixlInvalidParamError, match="must be a local list"):
+            agent.make_prepped_xfer("READ", local, [0], remote, [0])
+
+
 def test_the_texts_of_a_list_stay_with_their_rows() -> None:
     given = [(4096 * number, 64, 0, b"%d" % number) for number in range(1, 5)]
     made = bindings.nixlRegDList(bindings.DRAM_SEG, given)
@@ -492,3 +524,9 @@ def test_views_that_come_and_go_cost_no_more_each_time() -> None:
     finally:
         agent.agent.close()
     assert counts[-1] <= 1.2 * counts[1]
+
+
+def test_telemetry_that_a_program_makes_begins_at_0() -> None:
+    made = bindings.nixlXferTelemetry()
+    times = made.startTime, made.postDuration, made.xferDuration
+    assert (*times, made.totalBytes, made.descCount) == (0, 0, 0, 0, 0)

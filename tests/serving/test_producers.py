@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 from kvplan import ClusterInfo, LlmDataDist, LLMException, LLMStatusCode
+from kvplan.links import LinkResult, LinkResults, LinkState
 from kvplan.serving.messages import Compatibility, Done, Handle, Hello, Reference, Source
 from kvplan.serving.producers import Producers
 from kvplan.serving.puller import Pull, Puller
@@ -81,6 +83,42 @@ def test_a_failure_is_shared_by_requests_to_one_address_and_process() -> None:
         assert engine.tries == 3
 
     asyncio.run(try_links())
+
+
+def test_each_engine_of_a_producer_is_greeted_once() -> None:
+    """A request for another process of the producer does not greet the linked engine again."""
+    link = SimpleNamespace(
+        cluster_id=SOURCE.cluster_id, state=LinkState.LINKED, instance="1", address=SOURCE.address
+    )
+    greeted: list[str] = []
+
+    class Linked(Engine):
+        async def link_clusters_async(
+            self, clusters: Sequence[ClusterInfo], timeout_ms: int
+        ) -> Any:
+            already = LLMException("linked", status_code=LLMStatusCode.LLM_ALREADY_LINK)
+            return LinkResults([LinkResult(SOURCE.cluster_id, already.status_code, already)])
+
+        def links(self) -> list[Any]:
+            return [link]
+
+        async def notify_async(self, *_: object, **__: object) -> None:
+            greeted.append(link.instance)
+            process = f"process {link.instance}".encode()
+            producers.answered(SOURCE.cluster_id, Hello({}, process, answer=True))
+
+    producers = producers_of(Linked())
+
+    async def greet() -> None:
+        await producers.greet(SOURCE, b"process 1")
+        with refused("LLM_KV_CACHE_NOT_EXIST", "not the process that the reference names"):
+            await producers.greet(SOURCE, b"process 2")
+        assert greeted == ["1"]
+        link.instance = "2"
+        await producers.greet(SOURCE, b"process 2")
+        assert greeted == ["1", "2"]
+
+    asyncio.run(greet())
 
 
 def test_a_stopped_producer_does_not_keep_others_from_freeing_a_request() -> None:
