@@ -134,7 +134,7 @@ def test_a_submit_that_is_interrupted_leaves_nothing_in_flight(line):
     assert was_closed
 
 
-LARGE = CacheDesc(1, (64, 1 << 20), DataType.DT_UINT8)
+LARGE = CacheDesc(1, (64, 1 << 18), DataType.DT_UINT8)
 ROWS = list(range(64))
 LARGE_PLAN = kvplan.plan(
     Transfer(Rows(LARGE, ROWS), Rows(LARGE, ROWS), coalesce=False), local="dst"
@@ -165,12 +165,12 @@ class TestExecuteIsStopped:
         assert missing
 
     def test_close_stops_execute(self, thread):
-        with Transfers(2, lambda backend: limit_bandwidth(backend, 1e8)) as transfers:
+        with Transfers(2, lambda backend: limit_bandwidth(backend, 2.5e7)) as transfers:
             self.close_under(transfers, transfers, thread)
 
     def test_the_close_of_a_share_stops_execute(self, thread):
         """Other users of the shared threads continue."""
-        with Transfers(2, lambda backend: limit_bandwidth(backend, 1e8)) as transfers:
+        with Transfers(2, lambda backend: limit_bandwidth(backend, 2.5e7)) as transfers:
             share = transfers.share()
             self.close_under(share, share, thread)
             dst = tensors()
@@ -178,7 +178,7 @@ class TestExecuteIsStopped:
             assert dst[0][300:].all()
 
     def test_the_close_of_the_shared_threads_stops_execute(self, thread):
-        transfers = Transfers(2, lambda backend: limit_bandwidth(backend, 1e8))
+        transfers = Transfers(2, lambda backend: limit_bandwidth(backend, 2.5e7))
         self.close_under(transfers, transfers.share(), thread)
         with pytest.raises(LLMException, match="closed"):
             transfers.share()

@@ -33,7 +33,7 @@ class Peer(peer.Peer):
         self.name, self.address = self.run(
             """
             memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
-            memory[:] = np.arange(nbytes, dtype=np.uint64) % 251
+            memory[:] = np.resize(np.arange(251, dtype=np.uint8), nbytes)
             engine = TransferEngine()
             assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
             assert engine.register_memory(memory.ctypes.data, nbytes) == 0
@@ -378,7 +378,7 @@ def test_a_notification_to_oneself(single_engine: TransferEngine, count: int) ->
 
 
 def pattern(first: int, nbytes: int) -> bytes:
-    return (np.arange(first, first + nbytes, dtype=np.uint64) % 251).astype(np.uint8).tobytes()
+    return np.resize(np.roll(np.arange(251, dtype=np.uint8), -first), nbytes).tobytes()
 
 
 @pytest.mark.parametrize("nbytes", [1, 4 * MIB + 1, 12 * MIB + 4096])

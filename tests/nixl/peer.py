@@ -18,7 +18,7 @@ class Peer(peer.Peer):
             self.address, self.metadata = self.run(
                 """
                 memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
-                memory[:] = np.arange(nbytes, dtype=np.uint64) % 251
+                memory[:] = np.resize(np.arange(251, dtype=np.uint8), nbytes)
                 agent = nixl_agent("there")
                 region = memory.ctypes.data, nbytes, 0, "kv of there"
                 registered = agent.register_memory([region], "DRAM")

@@ -57,23 +57,47 @@ def sources() -> dict[str, list[str]]:
     return found
 
 
-def docstrings(tree: ast.Module) -> Iterator[Text]:
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+class Parsed(NamedTuple):
+    """What the rules need of a source, whose tree takes longer to make than they do."""
+
+    docstrings: list[Text]
+    strings: list[str]
+    lines_of_it: list[int]  # with a variable or a parameter of that name
+
+
+@cache
+def parsed(source: str) -> Parsed:
+    """Return what the rules need of a source. One walk is for all rules."""
+    found = Parsed([], [], [])
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant):
+            if isinstance(node.value, str):
+                found.strings.append(node.value)
+        elif isinstance(node, ast.Name):
+            if node.id == "it" and isinstance(node.ctx, ast.Store):
+                found.lines_of_it.append(node.lineno)
+        elif isinstance(node, ast.arg):
+            if node.arg == "it":
+                found.lines_of_it.append(node.lineno)
+        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.docstrings.extend(docstrings_of(node))
+    return found
+
+
+def docstrings_of(
+    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef,
+) -> Iterator[Text]:
+    """Yield the docstring of an object, and those of its attributes."""
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    decorators = [*map(ast.unparse, node.decorator_list)] if is_function else []
+    is_test = is_function and (node.name.startswith("test_") or "fixture" in "".join(decorators))
+    is_called = is_function and not is_test and not PROPERTIES.intersection(decorators)
+    for before, statement in zip([None, *node.body], node.body, strict=False):
+        if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Constant):
             continue
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        decorators = node.decorator_list if is_function else []
-        is_test = is_function and (
-            node.name.startswith("test_") or "fixture" in "".join(map(ast.unparse, decorators))
-        )
-        is_property = is_function and PROPERTIES & {*map(ast.unparse, decorators)}
-        for before, statement in zip([None, *node.body], node.body, strict=False):
-            if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Constant):
-                continue
-            if isinstance(text := statement.value.value, str):
-                is_called = is_function and not is_property and not is_test
-                kind = "function" if is_called else "thing"
-                yield Text(inspect.cleandoc(text), "attribute" if before is not None else kind)
+        if isinstance(text := statement.value.value, str):
+            kind = "function" if is_called else "thing"
+            yield Text(inspect.cleandoc(text), "attribute" if before is not None else kind)
 
 
 def comments(source: str) -> Iterator[str]:
@@ -99,7 +123,7 @@ def bad_native_comments(source: str) -> Iterator[str]:
 
 
 def bad_first_words(source: str) -> Iterator[str]:
-    for doc in docstrings(ast.parse(source)):
+    for doc in parsed(source).docstrings:
         line = doc.text.partition("\n")[0]
         first = line.split(" ")[0].rstrip(".,:;")
         is_bad = bool(FIRST_WORDS.match(first))
@@ -110,19 +134,13 @@ def bad_first_words(source: str) -> Iterator[str]:
 
 
 def bad_words(source: str) -> Iterator[str]:
-    tree = ast.parse(source)
-    texts = [
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
-    for text in [*texts, *comments(source)]:
+    for text in [*parsed(source).strings, *comments(source)]:
         yield from re.findall(rf"\b(?:{WORDS})\b", text)
     yield from re.findall(r"^ *MOST_\w+", source, re.MULTILINE)
 
 
 def long_sentences(source: str) -> Iterator[str]:
-    for doc in docstrings(ast.parse(source)):
+    for doc in parsed(source).docstrings:
         prose = re.sub(r"\n+(?=[A-Z][a-z]+:\n)|\n\n|\n(?= *- )|\n(?= +[\w, *`]+: )", "\0", doc.text)
         for sentence in re.split(r"\0|(?<=[.:;])\s", prose):
             if len(sentence.split()) > MAX_WORDS and "|" not in sentence:
@@ -141,10 +159,8 @@ def long_sentences_of_page(page: str) -> Iterator[str]:
 
 def pronouns(source: str) -> Iterator[str]:
     """Yield each variable or parameter `it`."""
-    for node in ast.walk(ast.parse(source)):
-        is_name = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        if (is_name and node.id == "it") or (isinstance(node, ast.arg) and node.arg == "it"):
-            yield f"line {node.lineno}"
+    for line in parsed(source).lines_of_it:
+        yield f"line {line}"
 
 
 CHECKS = [bad_first_words, bad_words, long_sentences, pronouns]
@@ -189,7 +205,7 @@ def test_first_lines_and_words_of_tests_are_plain() -> None:
         if path == Path(__file__):
             continue
         source = path.read_text()
-        texts = [doc.text for doc in docstrings(ast.parse(source))]
+        texts = [doc.text for doc in parsed(source).docstrings]
         bad = [*bad_first_words(source)]
         bad += [text for text in texts if CONTINUATIONS.match(text.split()[0].rstrip(".,:;"))]
         text = "\n".join([*texts, *re.findall(r"#.*", source)])  # to tokenize all takes a minute
