@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 MAX_LINES = {
     "addressed": 800,
     "cli": 3800,
-    "control": 3648,
+    "control": 3647,
     "debug": 798,
     "device": 1242,
     "engine": 8190,
