@@ -107,7 +107,8 @@ def plan_pair(
 ) -> Part:
     """Plan rows of one cache to rows of another; `transfer` has the rows."""
     src, dst = cast(Rows, transfer.src), transfer.dst
-    check_type("reinterpret", transfer.reinterpret, bool)
+    if transfer.reinterpret is not False:
+        check_type("reinterpret", transfer.reinterpret, bool)
     if transfer.rank is not None:
         raise invalid(f"rank={transfer.rank} must be None: only a gather has several sources")
     verb = VERBS[local]

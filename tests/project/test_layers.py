@@ -30,7 +30,7 @@ MAX_LINES = {
     "mooncake": 609,
     "nixl": 1843,
     "observe": 1661,
-    "planning": 5710,
+    "planning": 5711,
     "recording": 1714,
     "run": 426,
     "serving": 2991,
