@@ -21,6 +21,7 @@ typedef struct {
     int unfolds;       /* the AICPU runs the batch: an abort does not end it after its start */
     int is_cut;        /* an abort came before the end */
     uint32_t num_done; /* pieces copied before the abort */
+    int64_t until_us;  /* after an abort: the end of the time that the AICPU may take */
     hccl_settings settings;
     int64_t retry_us;
     uint32_t num_pieces;
@@ -109,12 +110,13 @@ static int run(void *argument, sim_stream *stream)
     return code;
 }
 
-/* Copies the remaining pieces of an aborted batch, late in the time that the AICPU may take. */
+/* Copies the remaining pieces of an aborted batch, late in the time that the AICPU may take, and none after that time:
+ * this thread may be late on a loaded machine. */
 static void *finish_late(void *argument)
 {
     batch *b = argument;
-    hccl_wait_until(b->comm->lingers_until - b->settings.unfold_us / 4);
-    for (uint32_t i = b->num_done; i < b->num_pieces; i++) {
+    hccl_wait_until(b->until_us - b->settings.unfold_us / 4);
+    for (uint32_t i = b->num_done; i < b->num_pieces && hccl_now_us() < b->until_us; i++) {
         const piece *p = &b->pieces[i];
         if (peer_is_alive(b->comm->peer))
             peer_copy(&p->at, p->remote, p->local, p->nbytes, b->is_put);
@@ -129,13 +131,13 @@ static void *finish_late(void *argument)
 
 static void linger(batch *b)
 {
-    const int64_t until = hccl_now_us() + b->settings.unfold_us;
     pthread_t thread;
+    b->until_us = hccl_now_us() + b->settings.unfold_us;
     for (uint32_t i = b->num_done; i < b->num_pieces; i++)
-        sim_linger(b->pieces[i].local, b->pieces[i].nbytes, until);
+        sim_linger(b->pieces[i].local, b->pieces[i].nbytes, b->until_us);
     pthread_mutex_lock(&hccl_mutex);
     b->comm->lingering++;
-    b->comm->lingers_until = until;
+    b->comm->lingers_until = b->until_us;
     pthread_mutex_unlock(&hccl_mutex);
     sim_note("goes on", "\"name\":\"%s\"", b->comm->name);
     end(b);

@@ -103,6 +103,20 @@ def test_a_transfer_may_hang_until_it_is_aborted(ends: Ends) -> None:
     assert arrived(ends, 8) == 0
 
 
+def test_an_aborted_batch_copies_nothing_after_its_time(ends: Ends) -> None:
+    connect(ends)
+    for name, value in (("aicpu", "1"), ("unfold_us", "0"), ("latency_us", "60000000")):
+        assert ends[0].setting(name, value) == 0
+    assert put(ends, 8) == 0
+    while not ends.log("unfolds"):
+        pass
+    assert ends[0].abort(ends.streams[0]) == 0
+    assert ends[0].unbind(ends.comms[0], ends.handles[0]) == 0
+    assert ends[0].destroy(ends.comms[0]) == 0
+    assert ends.log("goes on")
+    assert arrived(ends, 8) == 0
+
+
 def test_a_transfer_to_a_destroyed_communicator_fails(ends: Ends) -> None:
     connect(ends)
     assert ends[1].unbind(ends.comms[1], ends.handles[1]) == 0
