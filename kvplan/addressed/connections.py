@@ -24,7 +24,7 @@ from kvplan.status import LLMException, LLMStatusCode, busy, invalid, timed_out,
 from kvplan.system.logs import LimitedLog, Log
 
 _HEAD: Final = struct.Struct("<cQH")  # kind, number of the message, bytes of its name
-_PIECE, _LAST, _USES, _LEAVES = b"P", b"N", b"U", b"L"
+_FIRST, _PIECE, _LAST, _USES, _LEAVES = b"F", b"P", b"N", b"U", b"L"
 MAX_NAME_NBYTES: Final = 1024
 MAX_BODY_NBYTES: Final = 1 << 20
 """Maximum bytes of a message, and of all unfinished messages of a peer."""
@@ -250,7 +250,7 @@ class Connections:
             number = self._sent
         cuts = range(0, len(body), room)
         return [
-            _HEAD.pack(_LAST if at == cuts[-1] else _PIECE, number, len(name))
+            _HEAD.pack(_LAST if at == cuts[-1] else _PIECE if at else _FIRST, number, len(name))
             + name
             + body[at : at + room]
             for at in cuts
@@ -285,13 +285,16 @@ class Connections:
                     )
 
     def _add_frame(self, cluster_id: int, data: bytes) -> bool:
-        """Add a peer's frame to its messages; return False if it is malformed or too long."""
+        """Add a peer's frame to its messages; return False if it belongs to none."""
         if (frame := read_frame(data)) is None:
             return False
-        is_last, number, name, piece = frame
+        kind, number, name, piece = frame
         key = cluster_id, number
-        body = self._pieces.pop(key, b"") + piece if number else piece
-        if is_last:
+        begun = self._pieces.pop(key, None) if number and kind != _FIRST else b""
+        if begun is None:  # its beginning was dropped
+            return False
+        body = begun + piece
+        if kind == _LAST:
             self._messages.append(Message(cluster_id, name, body))
             return True
         # The last piece of a failed transfer never arrives: drop what has waited longest.
@@ -369,17 +372,17 @@ def _left_ms(deadline: float) -> int:
     return max(1, int((deadline - time.monotonic()) * 1000))
 
 
-def read_frame(data: bytes) -> tuple[bool, int, bytes, bytes] | None:
-    """Return is_last, number and name of the message, and a piece of its body; None: invalid."""
+def read_frame(data: bytes) -> tuple[bytes, int, bytes, bytes] | None:
+    """Return kind, number and name of the message, and a piece of its body; None: invalid."""
     if len(data) < _HEAD.size:
         return None
     kind, number, length = _HEAD.unpack_from(data)
     body = data[_HEAD.size :]
-    if kind not in (_PIECE, _LAST) or length > min(len(body), MAX_NAME_NBYTES):
+    if kind not in (_FIRST, _PIECE, _LAST) or length > min(len(body), MAX_NAME_NBYTES):
         return None
-    if kind == _PIECE and not number:
+    if kind != _LAST and not number:
         return None
-    return kind == _LAST, number, body[:length], body[length:]
+    return kind, number, body[:length], body[length:]
 
 
 def _not_connected(remote_engine: str) -> LLMException:

@@ -67,6 +67,42 @@ def test_the_oldest_pieces_of_a_peer_are_dropped(inbox: Inbox, connections: Conn
     ]
 
 
+@pytest.mark.parametrize("nbytes", [MAX_BODY_NBYTES // 2, MAX_BODY_NBYTES * 3 // 4])
+def test_a_message_whose_beginning_was_dropped_does_not_arrive(
+    inbox: Inbox, connections: Connections, caplog: pytest.LogCaptureFixture, nbytes: int
+) -> None:
+    """Two threads of a peer send at a time. What does not fit is lost whole, and logged."""
+    sent = [body(letter, nbytes) for letter in (b"a", b"b")]
+    for row in zip(*(connections.frames(b"", data) for data in sent), strict=True):
+        inbox.arrived += [(7, frame) for frame in row]
+    taken = [message.body for message in connections.take_messages()]
+    fits = 2 * nbytes <= MAX_BODY_NBYTES
+    assert taken == sent if fits else taken in ([sent[0]], [sent[1]])
+    assert ("cluster 7 has sent" in caplog.text) is not fits
+    assert connections._pieces == {}
+
+
+def test_bytes_that_belong_to_no_message_are_logged_and_later_messages_arrive(
+    inbox: Inbox, connections: Connections, caplog: pytest.LogCaptureFixture
+) -> None:
+    inbox.arrived = [(7, b"nonsense"), *((7, data) for data in connections.frames(b"name", b"x"))]
+    assert connections.take_messages() == [Message(7, b"name", b"x")]
+    assert "cluster 7 has sent 8 bytes that are not a message" in caplog.text
+
+
+def test_a_message_that_is_too_long_is_dropped(
+    inbox: Inbox, connections: Connections, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A peer may send any pieces."""
+    first, *_, last = connections.frames(b"", body(b"a", MAX_NOTIFICATION_NBYTES + 1))
+    more = b"P" + first[1:]
+    count = MAX_BODY_NBYTES // (MAX_NOTIFICATION_NBYTES - len(connections.frames(b"", b"")[0]))
+    inbox.arrived = [(7, data) for data in (first, *[more] * count, last)]
+    assert connections.take_messages() == []
+    assert "cluster 7 has sent" in caplog.text
+    assert connections._pieces == {}
+
+
 def test_a_restarted_process_does_not_end_earlier_messages(
     inbox: Inbox, connections: Connections
 ) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
-    "addressed": 779,
+    "addressed": 782,
     "cli": 3800,
     "control": 3628,
     "debug": 798,
