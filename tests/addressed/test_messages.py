@@ -75,18 +75,6 @@ def test_the_oldest_pieces_of_a_peer_are_dropped(inbox: Inbox, connections: Conn
     ]
 
 
-def test_of_two_messages_at_a_time_that_are_too_long_together_one_arrives_whole(
-    inbox: Inbox, connections: Connections
-) -> None:
-    """The rest of the other one is not taken for a message."""
-    pairs = zip(*(connections.frames(b"", body(letter)) for letter in (b"a", b"b")), strict=True)
-    inbox.arrived = [(1, frame) for pair in pairs for frame in pair]
-    assert {its.body for its in connections.take_messages()} <= {body(b"a"), body(b"b")}
-    one = connections.frames(b"", body(b"c"))
-    inbox.arrived = [(1, frame) for frame in one]
-    assert [its.body for its in connections.take_messages()] == [body(b"c")]
-
-
 @pytest.mark.parametrize("state", ["forgotten", LinkState.BROKEN, LinkState.CLOSED])
 def test_pieces_of_a_peer_that_is_gone_are_not_kept(
     inbox: Inbox, connections: Connections, state: Any
@@ -124,6 +112,42 @@ def test_a_message_that_arrived_whole_before_its_peer_was_gone_is_read(
     inbox.arrived = [(1, frame) for frame in frames[2:]]
     del inbox.links.peers[1]
     assert [its.body for its in connections.take_messages()] == [body(b"a")]
+
+
+@pytest.mark.parametrize("nbytes", [MAX_BODY_NBYTES // 2, MAX_BODY_NBYTES * 3 // 4])
+def test_a_message_whose_beginning_was_dropped_does_not_arrive(
+    inbox: Inbox, connections: Connections, caplog: pytest.LogCaptureFixture, nbytes: int
+) -> None:
+    """Two threads of a peer send at a time. What does not fit is lost whole, and logged."""
+    sent = [body(letter, nbytes) for letter in (b"a", b"b")]
+    for row in zip(*(connections.frames(b"", data) for data in sent), strict=True):
+        inbox.arrived += [(7, frame) for frame in row]
+    taken = [message.body for message in connections.take_messages()]
+    fits = 2 * nbytes <= MAX_BODY_NBYTES
+    assert taken == sent if fits else taken in ([sent[0]], [sent[1]])
+    assert ("cluster 7: a message is lost" in caplog.text) is not fits
+    assert connections._pieces == {}
+
+
+def test_bytes_that_belong_to_no_message_are_logged_and_later_messages_arrive(
+    inbox: Inbox, connections: Connections, caplog: pytest.LogCaptureFixture
+) -> None:
+    inbox.arrived = [(7, b"nonsense"), *((7, data) for data in connections.frames(b"name", b"x"))]
+    assert connections.take_messages() == [Message(7, b"name", b"x")]
+    assert "cluster 7 has sent 8 bytes that are not a message" in caplog.text
+
+
+def test_a_message_that_is_too_long_is_dropped(
+    inbox: Inbox, connections: Connections, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A peer may send any pieces."""
+    first, *_, last = connections.frames(b"", body(b"a", MAX_NOTIFICATION_NBYTES + 1))
+    more = b"P" + first[1:]
+    count = MAX_BODY_NBYTES // (MAX_NOTIFICATION_NBYTES - len(connections.frames(b"", b"")[0]))
+    inbox.arrived = [(7, data) for data in (first, *[more] * count, last)]
+    assert connections.take_messages() == []
+    assert "cluster 7 has sent" in caplog.text
+    assert connections._pieces == {}
 
 
 def test_a_restarted_process_does_not_end_earlier_messages(

@@ -164,6 +164,15 @@ def test_a_disconnect_that_the_peer_does_not_confirm_ends_the_connection_here(
     assert engine.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == hixl.SUCCESS
 
 
+@pytest.mark.parametrize(("host", "how"), [("127.0.0.1", ""), ("localhost", " by another name")])
+def test_a_second_connect_says_whether_the_name_is_another_one(
+    connected: hixl.Hixl, peer: Peer, caplog: pytest.LogCaptureFixture, host: str, how: str
+) -> None:
+    name = peer.name.replace("127.0.0.1", host)
+    assert connected.connect(name, LONG_MS) == hixl.ALREADY_CONNECTED
+    assert f"{name} is already connected{how} (LLM_ALREADY_LINK)" in caplog.text
+
+
 def test_an_engine_cannot_connect_with_itself(make_engine: MakeEngine) -> None:
     name = free_name()
     engine = make_engine(name)
