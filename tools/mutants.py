@@ -37,7 +37,7 @@ FILES = ("pyproject.toml", "setup.py", "conftest.py", "pytest_kvplan.py", "READM
 # Quick tests come first, because the first failure ends the run.
 ROOMS = {
     "addressed": "tests/addressed tests/hixl -k 'not ascend'",
-    "cli": "tests/cli",
+    "cli": "tests/cli tests/recording/test_trace.py tests/observe/test_sums.py",
     "control": "tests/control tests/links tests/datadist/test_status_socket.py "
     "-k 'not ucx and not ascend'",
     "debug": "tests/debug",
@@ -53,7 +53,7 @@ ROOMS = {
     "observe": "tests/observe",
     "planning": "tests/planning tests/inspection",
     "recording": "tests/recording tests/debug",
-    "run": "tests/run",
+    "run": "tests/run tests/observe/test_launcher.py",
     "serving": "tests/serving",
     "system": "tests/addressed tests/engine tests/transport -k 'not ucx and not ascend'",
     "tensors": "tests/planning tests/addressed tests/engine -k 'not ucx and not ascend'",

@@ -268,7 +268,8 @@ class Transport(ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise transport_closed()
-        check_process(self._pid, "the transport")
+        if os.getpid() != self._pid:  # each call of Python costs a release 2 percent
+            check_process(self._pid, "the transport")
 
     def __enter__(self) -> Self:
         return self

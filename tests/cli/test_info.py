@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import kvplan
+from kvplan.cli.info import host
 from kvplan.cli.info.look import COSTS
 from kvplan.device.ascend import A2, A3, A950
 from kvplan.transport.tcp.transport import connections_of
@@ -59,6 +60,15 @@ def transport(row: dict[str, Any], name: str) -> dict[str, Any]:
     (one,) = [each for each in row["transports"] if each["name"] == name]
     assert isinstance(one, dict)
     return one
+
+
+def test_reserved_huge_pages_are_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most machines of the tests have none."""
+    pages = {"HugePages_Total": "10", "HugePages_Free": "7", "HugePages_Rsvd": "3"}
+    lines = (f"{name}: {value}\n" for name, value in {**pages, "Hugepagesize": "2048 kB"}.items())
+    texts = {"/proc/meminfo": "".join(lines)}
+    monkeypatch.setattr(host, "_text_of", lambda path: texts.get(path, ""))
+    assert host._pages()["hugetlb"] == {"nbytes": 2 << 20, "total": 10, "free": 4}
 
 
 class TestWithoutAccelerator:

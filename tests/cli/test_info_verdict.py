@@ -48,6 +48,7 @@ def lines(found: dict[str, Any], *, works: bool = True) -> list[str]:
     summary = verdict(found)
     assert summary.works is works
     text = [line for line, _ in summary.lines]
+    assert all(line.startswith("  ") and line[2] != " " for line in text[1:])
     assert max(len(part) for line in text for part in line.splitlines()) <= 110
     return [" ".join(item.split()) for item in text]
 

@@ -99,10 +99,10 @@ def test_a_cache_without_a_key_cannot_be_read(peer: Peer) -> None:
 
 
 def test_a_cache_that_is_too_large_is_skipped(peer: Peer) -> None:
-    huge = "engine.allocate_cache(CacheDesc(80, (2, 16 << 20), DataType.DT_BF16), [])\n"
+    huge = "engine.allocate_cache(CacheDesc(64, (2, (8 << 20) + 1), DataType.DT_BF16), [])\n"
     peer.run(huge, SLOTS)
     first, second = ping(peer.address)["caches"]
-    assert (first["why_not"], first["failed"], first["pulls"]) == ("one slot is 2.5 GiB", False, [])
+    assert (first["why_not"], first["failed"], first["pulls"]) == ("one slot is 1.0 GiB", False, [])
     assert len(second["pulls"]) == 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, DataType, Rows, Transfer, reference
+from kvplan import CacheDesc, DataType, Plan, Rows, Transfer, reference
 from kvplan.debug import locate, replay
 from tests.planning.test_unlike import planned, transfers
 from tests.planning.unlike import expected
@@ -113,6 +114,23 @@ def test_a_wrong_block_id_is_explained() -> None:
             "plan, was wrong",
         ]
     )
+
+
+def test_each_side_is_shown_by_its_name_and_up_to_four_entries() -> None:
+    """Observed programs name their memory."""
+    source = filled(NHD, 1)
+    plan = kvplan.plan(Transfer(Rows(NHD, [3] * 5), Rows(NHD, DST)), local="dst")
+    src, dst = (
+        replace(side, name=name) for side, name in ((plan.part.src, "s"), (plan.part.dst, "d"))
+    )
+    named = Plan([replace(plan.part, src=src, dst=dst)])
+    right = moved(plan, source, [np.zeros(NHD.shape, np.float16)] * 4)
+    found = [item.copy() for item in right]
+    found[0][DST[0]] += 1
+    lines = str(locate(right, found, named)).splitlines()
+    assert lines[2] == "first: layer 0, K, heads 0..3, tokens 0..15, block 7 of d"
+    entries = " and ".join(f"src_blocks[{entry}]" for entry in range(4))
+    assert lines[3].endswith(f"wrote it, from block 3 of s, {entries}")
 
 
 def one_wrong(change: Any) -> Any:

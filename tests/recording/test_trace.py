@@ -244,6 +244,16 @@ def test_a_block_table_is_compared(recorded, capsys, table, message):
     assert found["block_tables"] == [{"part": "", "src": [8, 9], "dst": [44, 43]}]
 
 
+def test_dropped_rows_are_counted_below_the_list(capsys, tmp_path):
+    wide = CacheDesc(1, (4096, 16), DataType.DT_FLOAT)
+    long = kvplan.plan(Transfer(Rows(wide, range(4096)), Rows(wide, range(4096))), local="dst")
+    with recorder(tmp_path / "a.kvrec", max_queued=32 << 10) as writer:
+        record(writer, WHOLE)
+        for _ in range(7):
+            record(writer, long)
+    assert run(capsys, tmp_path / "a.kvrec").splitlines()[-1] == "2 rows; 7 rows were dropped"
+
+
 def test_layers_are_listed(capsys, tmp_path):
     plan = kvplan.plan(
         Transfer(Rows(DESC, [1]), Rows(DESC, [2]), layers=KvCacheExtParam((0, 0), (1, 1))),

@@ -56,6 +56,18 @@ def test_reasons_of_failures_are_printed_unless_logging_is_configured(folder: Fo
     assert told.stdout.splitlines().count(line) == 1
 
 
+def test_reasons_are_printed_once_and_only_if_logging_has_a_last_resort(folder: Folder) -> None:
+    """The hook runs twice in an observed program: to observe the library, and to import it."""
+    call = "import hixl; e = hixl.Hixl(); e.initialize('127.0.0.1'); e.connect('127.0.0.1:1')"
+    observed = folder.launch("--observe", f"hixl={folder.path}", "-c", call)
+    assert (observed.stdout, observed.code) == ("", 0)
+    lines = observed.stderr.splitlines()
+    assert any(line.startswith("connect 127.0.0.1:1: FAILED") for line in lines)
+    assert len({*lines}) == len(lines)
+    silenced = folder.launch("-c", f"import logging; logging.lastResort = None; {call}")
+    assert (silenced.stdout, silenced.stderr, silenced.code) == ("", "", 0)
+
+
 def test_the_logging_of_a_program_stays_as_it_is(folder: Folder) -> None:
     program = """
         import logging, sys

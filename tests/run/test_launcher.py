@@ -204,6 +204,46 @@ def test_a_folder_with_the_name_is_not_taken_for_a_package(folder: Folder) -> No
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "launch"),
+    [
+        (("a.py", "-x", "--"), launcher.Launch(False, ("a.py", "-x", "--"))),
+        (("-",), launcher.Launch(False, ("-",))),
+        (("-m", "json.tool"), launcher.Launch(False, ("-m", "json.tool"))),
+        (("-cpass", "b"), launcher.Launch(False, ("-cpass", "b"))),
+        (("--", "a.py", "-h"), launcher.Launch(False, ("a.py", "-h"))),
+        (("--several-engines", "--", "-c", ""), launcher.Launch(True, ("-c", ""))),
+        (("--observe", "nixl, hixl=/a", "b"), launcher.Launch(False, ("b",), "nixl, hixl=/a")),
+        (
+            ("--as", "nixl", "--as", "mooncake", "--", "b"),
+            launcher.Launch(False, ("b",), "", ("nixl", "mooncake")),
+        ),
+    ],
+)
+def test_the_program_begins_after_the_options(
+    arguments: tuple[str, ...], launch: launcher.Launch
+) -> None:
+    assert launcher.parse(arguments) == launch
+
+
+def test_an_option_replaces_its_variable_and_leaves_others_as_they_are() -> None:
+    inherited = {
+        "PYTHONPATH": str(STUBS),
+        "KVPLAN_SEVERAL_ENGINES": "0",
+        "KVPLAN_OBSERVE": "hixl",
+        "KVPLAN_AS": "nixl",
+    }
+    for arguments, changed in (
+        ((), {}),
+        (("--several-engines",), {"KVPLAN_SEVERAL_ENGINES": "1"}),
+        (("--observe", "nixl=/a"), {"KVPLAN_OBSERVE": "nixl=/a"}),
+        (("--as", "nixl", "--as", "mooncake"), {"KVPLAN_AS": "nixl,mooncake"}),
+    ):
+        launch = launcher.parse([*arguments, "program.py"])
+        assert launch is not None
+        assert launcher.environment(inherited, launch) == inherited | changed
+
+
 def test_the_options_come_before_the_program(folder: Folder) -> None:
     show = "import os; print(os.environ.get('KVPLAN_SEVERAL_ENGINES'))"
     assert folder.launch("-c", show).stdout == "None\n"
@@ -230,6 +270,7 @@ def test_help(folder: Folder) -> None:
         (("--several-engines",), "no program"),
         (("-m",), "-m needs an argument"),
         (("-c",), "-c needs an argument"),
+        (("--",), "no option --"),
         (("--several", "program.py"), "no option --several"),
         (("-u", "program.py"), "no option -u; options of python go before -m kvplan.run"),
     ],
