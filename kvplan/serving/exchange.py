@@ -216,6 +216,7 @@ class Exchange:
         A request that has finished is asked for now, another one by `fetch`.
 
         Raises:
+            TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: the request is being fetched.
         """
         with self._calling:
@@ -250,6 +251,7 @@ class Exchange:
         """Let the producer free a request instead of fetching it. No result follows.
 
         Raises:
+            TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: the request is being fetched; `cancel` ends that.
         """
         with self._calling:
