@@ -110,9 +110,10 @@ class nixl_xfer_handle(_Handle):  # noqa: N801
 class nixl_agent:  # noqa: N801
     """An agent of NIXL's Python interface. Backends "UCX" and "KVPLAN" are both kvplan's.
 
-    Every method raises exceptions of `_bindings`; for impossible arguments also TypeError,
-    ValueError, KeyError, IndexError or RuntimeError, as the original does. The constructor raises
-    LLMException for invalid options, and OSError if the port of the listening thread is in use.
+    Every method raises exceptions of `_bindings`, such as nixlInvalidParamError for a handle of
+    another agent; for impossible arguments also TypeError, ValueError, KeyError, IndexError or
+    RuntimeError, as the original does. The constructor raises LLMException for invalid options, and
+    OSError if the port of the listening thread is in use.
 
     A transfer that fails after it was posted has the state "ERR"; if the remote agent is gone,
     `check_xfer_state` raises nixlRemoteDisconnectError.

@@ -216,6 +216,7 @@ class Exchange:
         A request that has finished is asked for now, another one by `fetch`.
 
         Raises:
+            TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: the request is being fetched.
         """
         with self._calling:
@@ -231,7 +232,8 @@ class Exchange:
             TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: the name is in use, or `target.first_token` is < 0.
         """
-        check_type("target", target, Target)
+        if type(target) is not Target:
+            check_type("target", target, Target)
         if as_int("target.first_token", target.first_token) < 0:
             raise invalid(f"target.first_token={target.first_token} must be >= 0")
         with self._calling:
@@ -249,6 +251,7 @@ class Exchange:
         """Let the producer free a request instead of fetching it. No result follows.
 
         Raises:
+            TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: the request is being fetched; `cancel` ends that.
         """
         with self._calling:
@@ -330,7 +333,8 @@ class Exchange:
             peer_log.warning("cluster %d: dropped a message", cluster_id, exc_info=True)
 
     def _check_idle(self, request: str, reference: Reference) -> None:
-        check_type("reference", reference, Reference)
+        if type(reference) is not Reference:  # without the cost of a call
+            check_type("reference", reference, Reference)
         if check_type("request", request, str) in self._fetching:
             raise invalid(
                 f"request={shown(request)} is being fetched; wait for its result, or give another "

@@ -312,7 +312,7 @@ def test_lists_of_a_batch_need_equal_lengths(single_engine: TransferEngine, shor
 
 @pytest.mark.parametrize("call", ["batch_transfer_async_read", "batch_transfer_async_write"])
 def test_a_batch_without_ranges_is_done(make: Callable[[int], Here], call: str) -> None:
-    """As in Mooncake, where 0 means that the batch has failed; a peer is needed all the same."""
+    """Mooncake returns a batch, too: 0 means a failure, such as a peer that cannot be reached."""
     here = make()
     begin = getattr(here.engine, call)
     one, other = (begin(here.peer.name, [], [], []) for _ in range(2))

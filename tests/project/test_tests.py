@@ -149,12 +149,6 @@ def test_bugs_can_be_planted_in_every_room() -> None:
     packages = {path.parent.name for path in (root / "kvplan").glob("*/__init__.py")}
     assert set(ROOMS) == packages
     for tests in ROOMS.values():
-<<<<<<< HEAD
         paths = [item for item in shlex.split(tests) if item.startswith("tests/")]
         assert paths
         assert all((root / path).exists() for path in paths), paths
-=======
-        folders = [item for item in shlex.split(tests) if item.startswith("tests/")]
-        assert folders
-        assert all((root / folder).exists() for folder in folders), folders
->>>>>>> mutA
