@@ -251,6 +251,35 @@ def test_a_started_function_continues_though_its_caller_is_cancelled() -> None:
     loop.stop()
 
 
+def test_the_thread_ends_though_a_worker_is_blocked() -> None:
+    """A worker may wait for a peer that does not answer. Calls behind it are not begun."""
+    begun, goes_on = threading.Event(), threading.Event()
+    loop = ControlLoop("leaving", max_workers=1)
+    loop.start()
+    thread, workers, ran = loop._thread, loop._workers, list[str]()
+    assert thread is not None
+    assert workers is not None
+
+    def block() -> None:
+        begun.set()
+        goes_on.wait()
+
+    async def start() -> None:
+        loop.start_in_worker(block)
+        loop.start_in_worker(ran.append, "behind")
+
+    loop.run(start())
+    assert begun.wait(DEADLINE_S)
+    try:
+        loop.stop()
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    finally:
+        goes_on.set()
+        workers.shutdown()
+    assert ran == []
+
+
 def test_the_loop_cannot_wait_for_itself(loop: ControlLoop) -> None:
     async def nested() -> None:
         loop.run(asyncio.sleep(0))

@@ -103,11 +103,33 @@ def test_a_call_that_is_cancelled_before_its_links_begin_leaves_nothing(
 
 
 def test_unlinking_a_cluster_that_was_never_linked(end: End) -> None:
-    (result,) = end.links.unlink([7], 1000)
-    assert result.status is LLMStatusCode.LLM_NOT_YET_LINK
+    for result in end.links.unlink([0, 7, (1 << 64) - 1], 1000):
+        assert result.status is LLMStatusCode.LLM_NOT_YET_LINK
     assert end.links.unlink([ClusterInfo(7)], 1000, force=True).status == 0
     with refused(LLMStatusCode.LLM_NOT_YET_LINK, "cluster 7 is not linked"):
         end.links.get(7)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "kind", "message"),
+    [
+        (-1, ValueError, r"clusters\[1\]=-1 is out of range"),
+        (1 << 64, ValueError, r"clusters\[1\]=18446744073709551616 is out of range"),
+        (True, TypeError, r"clusters\[1\]=True must be ClusterInfo"),
+        ("7", TypeError, r"clusters\[1\]='7' must be ClusterInfo"),
+    ],
+)
+def test_values_that_name_no_cluster_are_not_unlinked(
+    end: End, cluster: Any, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        end.links.unlink([(1 << 64) - 1, cluster], 1000)
+
+
+def test_only_a_bool_forces_the_end_of_a_link(end: End) -> None:
+    for force in (1, "no", None):
+        with pytest.raises(TypeError, match=f"force={force!r}"):
+            end.links.unlink([7], 1000, force=force)  # type: ignore[arg-type]
 
 
 def test_each_cluster_of_a_call_has_its_result(make_end: MakeEnd, end: End) -> None:
