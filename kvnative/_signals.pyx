@@ -39,24 +39,22 @@ cdef extern from *:
         kvn_role = 0;
     }
 
-    /* `_signal.getsignal`; a call through Python takes five times as long. */
-    static PyCFunction kvn_getsignal;
-    static PyObject *kvn_signal_module;
+    static PyObject *kvn_getsignal; /* `_signal.getsignal` */
+    static PyCFunction kvn_getsignal_direct; /* in a fifth of the time; NULL: of another kind */
 
-    static int kvn_find_getsignal(PyObject *function)
+    static void kvn_set_getsignal(PyObject *function)
     {
-        if (PyCFunction_GetFlags(function) != METH_O) {
-            PyErr_SetString(PyExc_ImportError, "_signal.getsignal does not take one argument");
-            return -1;
+        kvn_getsignal = Py_NewRef(function);
+        if (PyCFunction_Check(function) && PyCFunction_GetFlags(function) == METH_O) {
+            kvn_getsignal_direct = PyCFunction_GetFunction(function);
         }
-        kvn_getsignal = PyCFunction_GetFunction(function);
-        kvn_signal_module = PyCFunction_GetSelf(function); /* lives as long as the process */
-        return 0;
     }
 
     static int kvn_has_python_handler(PyObject *number)
     {
-        PyObject *handler = kvn_getsignal(kvn_signal_module, number);
+        PyObject *handler = kvn_getsignal_direct != NULL
+            ? kvn_getsignal_direct(PyCFunction_GetSelf(kvn_getsignal), number)
+            : PyObject_CallFunctionObjArgs(kvn_getsignal, number, NULL);
         int found = handler != NULL && PyCallable_Check(handler);
 
         if (handler == NULL) {
@@ -108,7 +106,7 @@ cdef extern from *:
         KVN_SIGNALS
     bint kvn_is_main_thread()
     void kvn_forget_role()
-    int kvn_find_getsignal(object function) except -1
+    void kvn_set_getsignal(object function)
     bint kvn_has_python_handler(object number)
     int kvn_arrived[]
     void kvn_note(int number) noexcept nogil
@@ -120,7 +118,7 @@ cdef object interrupt = None  # raised by a handler just before the block; raise
 cdef sigaction_t replaced[KVN_SIGNALS]
 cdef bint is_replaced[KVN_SIGNALS]
 memset(is_replaced, 0, sizeof(is_replaced))
-kvn_find_getsignal(_signal.getsignal)
+kvn_set_getsignal(_signal.getsignal)
 RLock = type(threading.RLock())
 
 
