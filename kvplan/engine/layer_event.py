@@ -49,7 +49,7 @@ class LayerEvent:
                 )
         self._tasks = tasks
         self._layers = tasks[0].layers
-        self._num_ready = 0
+        self._num_ready = self._num_signalled = 0
         self._pid = os.getpid()
         self._ready_mutex = Mutex()  # held while layers are made ready, which may be slow
         self._mutex = Mutex()  # guards the descriptor
@@ -96,19 +96,21 @@ class LayerEvent:
     def on_readable(self) -> None:
         """Make ready the layers that were signalled since the last call."""
         with self._ready_mutex:
-            count = self._read()
-            first = self._num_ready
-            self._num_ready = min(first + count, len(self._layers))
-            layers = self._layers[first : self._num_ready]
-            if count > len(layers):
+            with signals_deferred:
+                count = self._read()
+                left = len(self._layers) - self._num_signalled
+                self._num_signalled += min(count, left)
+            if count > left:
                 _warn(
-                    f"{plural(count, 'layer')} signalled; only {len(layers)} of {self._layers} "
+                    f"{plural(count, 'layer')} signalled; only {left} of {self._layers} "
                     "were not ready yet"
                 )
-            for layer in layers:
+            for number in range(self._num_ready, self._num_signalled):
+                layer = self._layers[number]
                 for task in self._tasks:
                     if layer in task.layers:
                         _make_ready(task, layer)
+                self._num_ready = number + 1  # only now: an interrupt must lose no layer
 
     def _read(self) -> int:
         with self._mutex:

@@ -132,6 +132,21 @@ def test_closing_passes_on_written_signals(begin: Begin) -> None:
         task.wait(30_000)
 
 
+def test_an_interrupted_close_loses_no_layer(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = begin()
+    event = LayerEvent(task)
+    completion_thread().remove_reader(event.fileno())  # only `close` reads
+    event.signal(NUM_LAYERS)
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_event, "_make_ready", Mock(side_effect=[None, KeyboardInterrupt]))
+        with pytest.raises(KeyboardInterrupt):
+            event.close()
+    task.ready(0)  # as the first call would
+    event.close()
+    assert task.progress().waiting == ()
+    task.wait(30_000)
+
+
 def test_closing_makes_no_layer_ready(begin: Begin) -> None:
     task = begin()
     event = LayerEvent(task)

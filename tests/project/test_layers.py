@@ -20,7 +20,7 @@ MAX_LINES = {
     "control": 3647,
     "debug": 798,
     "device": 1242,
-    "engine": 8190,
+    "engine": 8192,
     "execution": 3252,
     "hixl": 1090,
     "inspection": 1996,
