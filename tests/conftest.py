@@ -17,6 +17,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -60,6 +61,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 TEARDOWN_S = 150
 BUILD_S = 1200  # a minute on a quiet machine
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for sockets, whose paths have at most 107 bytes; `tmp_path` may need 80 of them."""
+    with TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session", autouse=True)

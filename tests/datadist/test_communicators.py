@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -51,18 +49,11 @@ SETTLE = """
 """
 
 
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    """A folder for sockets, whose paths have at most 107 bytes."""
-    with TemporaryDirectory(prefix="kv") as folder:
-        yield Path(folder)
-
-
 @needs_mounts
 @pytest.mark.parametrize("shared", [False, True])
-def test_containers_share_a_directory_or_report_their_own(short_path: Path, shared: bool) -> None:
+def test_containers_share_a_directory_or_report_their_own(short_folder: Path, shared: bool) -> None:
     """Each engine has its own runtime directory, like /tmp of a container."""
-    runtime, common = short_path / "runtime", short_path / "common"
+    runtime, common = short_folder / "runtime", short_folder / "common"
     for directory in (runtime, common):
         directory.mkdir(mode=0o700)
     mount = f'mount -t tmpfs tmpfs {runtime} && exec "$@"'

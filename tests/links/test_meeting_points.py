@@ -20,7 +20,7 @@ from tests.links.end import End, settle
 from tests.support.refusals import refused
 
 MakeEnd = Callable[..., End]
-OK, FAILED = RegisterMemStatus.OK, RegisterMemStatus.FAILED
+FAILED = RegisterMemStatus.FAILED
 
 
 def test_sockets_are_in_the_absolute_runtime_directory(
@@ -60,19 +60,19 @@ def test_a_directory_that_others_may_use(make_end: MakeEnd, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("mode", [0o777, 0o770])
 def test_a_directory_below_one_that_others_may_write_to(
-    make_end: MakeEnd, tmp_path: Path, mode: int
+    make_end: MakeEnd, short_folder: Path, mode: int
 ) -> None:
     """Others could replace the directory, but not in a sticky one."""
-    shared, between = tmp_path / "s", tmp_path / "s" / "b"  # short: `comm_dir` has a limit
+    shared, between = short_folder / "shared", short_folder / "shared" / "between"
     between.mkdir(parents=True)
     shared.chmod(mode)
     end = make_end(1, listen="", comm_dir=str(between / "own"))
     assert settle(end, end.links.comm_link("name", {1: 0, 2: 1})) is FAILED
     with pytest.raises(LLMException, match=rf"{shared}, which others.*chmod go-w {shared}"):
         end.links.get(2)
-    own = tmp_path / "own"
+    own = short_folder / "own"
     own.mkdir(0o700)
-    (shared / "link").symlink_to(tmp_path)
+    (shared / "link").symlink_to(short_folder)
     with pytest.raises(LLMException, match=f"{shared}, which others"):
         socket_directory(str(shared / "link" / "own"))
     shared.chmod(0o1777)
@@ -103,9 +103,9 @@ def test_a_directory_that_is_spoiled_while_members_are_awaited_fails(
 
 @pytest.mark.parametrize("cluster_id", [1, 2**64 - 1])
 def test_sockets_of_any_cluster_have_room_in_the_longest_directory(
-    cluster_id: int,
+    short_folder: Path, cluster_id: int
 ) -> None:
-    options = Options.of({"kvplan.comm_dir": "/" + "a" * 87})
+    options = Options.of({"kvplan.comm_dir": f"{short_folder}/".ljust(88, "a")})
     here = Location("", 0)
     path = meeting_point(here, here, "n" * 127, cluster_id, options).path
     assert path is not None

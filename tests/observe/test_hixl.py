@@ -22,7 +22,6 @@ from tests.support.zygote import ROOT
 
 PROGRAM = """
 import sys
-from collections.abc import Callable
 import numpy as np
 import hixl
 peer, address = sys.argv[1], int(sys.argv[2])

@@ -38,7 +38,7 @@ from tests.tcp.peer import (
 __all__ = ["cuda_simulator", "sim_folder"]  # fixtures
 
 MIB = 1 << 20
-NBYTES = 8 * MIB
+NBYTES = 16 * MIB  # more than may be in flight at first
 SLOT = MIB // 2  # of device memory per copy
 COPIES = (
     *("cuLaunchKernel", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"),
@@ -187,7 +187,7 @@ def test_the_end_of_a_transfer_waits_for_the_copy_in_flight(
     ends.far.add_range(1, there, NBYTES, True, 1, on_device=side == "far")
     column = map(u64, (1, 1, there, NBYTES))
     backend = tcp_backend(ends.links[0], 0, direction, *column, on_device=side == "near")
-    spans = blocks(4 * MIB // BLOCK, BLOCK, total=NBYTES)
+    spans = blocks(12 * MIB // BLOCK, BLOCK, total=NBYTES)  # more than sockets buffer
     log.restart()
     cuda_simulator.add_fault(f"{KERNEL}:4=hang")
     with Executor(backend) as executor:
