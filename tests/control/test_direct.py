@@ -364,7 +364,7 @@ def test_the_direct_connection_is_offered_until_an_offer_was_answered() -> None:
         sender.end(None)
         assert not sender.send_directly(b"7")
         assert not direct.send(b"8")
-        del direct  # the error above keeps this frame
+        del direct  # `refused` keeps the traceback, and so this frame and the connection
         assert (await sent(sender, receiving)).direct is None
         receiving.calls.pop().cancel()
         receiving.end()

@@ -186,7 +186,7 @@ def test_memories_that_differ_in_one_property_are_different(pair: tuple[End, End
     link = one.links.get(2)
     ids = [two.registry.allocate(DESC, paged=False).cache.cache_id for _ in range(3)]
     link.sync()
-    a, b, c = [link._table.by_id[cache_id] for cache_id in ids]
+    a, b, c = [link.cache(CacheIndex(2, cache_id)) for cache_id in ids]
     memories, real = Memories(), link.transport_links
     link.transport_links = cast(Any, dict.fromkeys(real, memories))
     try:
@@ -256,7 +256,7 @@ def test_the_cache_that_no_transport_reaches_is_named(pair: tuple[End, End], pla
     link = one.links.get(2)
     ids = [two.registry.allocate(DESC, paged=False).cache.cache_id for _ in range(3)]
     link.sync()
-    caches = [link._table.by_id[cache_id] for cache_id in ids]
+    caches = [link.cache(CacheIndex(2, cache_id)) for cache_id in ids]
     caches[place] = replace(caches[place], offers=())
     with refused("LLM_FEATURE_NOT_ENABLED", f"^cache {ids[place]} of cluster 2 is in .* memory"):
         link.joined_memory(caches, writable=True)
@@ -268,7 +268,7 @@ def test_only_memory_of_published_caches_is_kept(pair: tuple[End, End]) -> None:
     link = one.links.get(2)
     ids = [two.registry.allocate(DESC, paged=False).cache.cache_id for _ in range(2)]
     link.sync()
-    a, b = [link._table.by_id[cache_id] for cache_id in ids]
+    a, b = [link.cache(CacheIndex(2, cache_id)) for cache_id in ids]
     earlier = copy(a)
 
     def is_kept(*caches: PeerCache) -> bool:
