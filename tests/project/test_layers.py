@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
-    "addressed": 800,
+    "addressed": 791,
     "cli": 3800,
     "control": 3647,
     "debug": 798,
