@@ -152,6 +152,7 @@ class TransferEngine:
             engine, self._engine = self._engine, None
             self._starts = ()
             self._registered.clear()
+            self._empty.clear()
         if engine is not None:
             engine.datadist.finalize()
         self._buffers.clear()
@@ -425,7 +426,7 @@ class TransferEngine:
         """Begin to read or write ranges, or none; return the batch, or 0 after a failure."""
         columns = columns_of(buffers, peer_buffer_addresses, lengths)
         engine = self._running()
-        engine.requests.check_room()
+        engine.requests.check_room(len(self._empty))
         deadline = time.monotonic() + timeout_ms(columns[2]) / 1000
         cluster, direction = self._cluster(target_hostname), direction_of(opcode)
         if not len(columns[0]):
