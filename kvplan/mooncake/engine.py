@@ -110,7 +110,7 @@ class TransferEngine:
         self._empty_numbers = count(1 << 62)  # above the numbers of requests
 
     def initialize(
-        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
+        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str | None
     ) -> int:
         """Start the engine. It listens on a free port, or at llm.ListenIpInfo; see `get_rpc_port`.
 
@@ -120,13 +120,14 @@ class TransferEngine:
 
     @_returns_status()
     def initialize_ext(
-        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str,
+        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str | None,
         metadata_type: str,
     ) -> int:  # fmt: skip
         """Start the engine; see `initialize`."""
         for name, value in (
             ("local_hostname", local_hostname), ("metadata_server", metadata_server),
-            ("protocol", protocol), ("device_name", device_name or ""),
+            ("protocol", protocol), ("device_name", "" if device_name is None else device_name),
+            ("metadata_type", metadata_type),
         ):  # fmt: skip
             check_text(name, value)
         if metadata_server != P2P:

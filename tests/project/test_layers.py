@@ -27,7 +27,7 @@ MAX_LINES = {
     "kvplan": 1712,
     "links": 4006,
     "llm_datadist": 3806,
-    "mooncake": 610,
+    "mooncake": 611,
     "nixl": 1844,
     "observe": 1661,
     "planning": 5711,
