@@ -253,11 +253,13 @@ class nixl_agent:  # noqa: N801
 
     def release_xfer_handle(self, handle: nixl_xfer_handle) -> None:
         """Stop and forget a transfer; on return none of its bytes moves."""
-        check_type("handle", handle, nixl_xfer_handle).release()
+        self._number("handle", handle)
+        handle.release()
 
     def release_dlist_handle(self, handle: nixl_prepped_dlist_handle) -> None:
         """Forget a prepared list."""
-        check_type("handle", handle, nixl_prepped_dlist_handle).release()
+        self._number("handle", handle, nixl_prepped_dlist_handle)
+        handle.release()
 
     def prep_mem_view(self, dlist: Any, *, backends: _Backends | None = None) -> int:
         """Refuse: views of memory are for GPU kernels."""

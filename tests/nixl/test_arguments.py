@@ -130,11 +130,14 @@ def test_a_handle_of_another_agent_is_refused() -> None:
         lambda: one.check_xfer_state(handles[1]),
         lambda: one.make_prepped_xfer("READ", sides[1], [0], sides[0], [0]),
         lambda: one.make_prepped_xfer("READ", sides[0], [0], sides[1], [0]),
+        lambda: one.release_xfer_handle(handles[1]),
+        lambda: one.release_dlist_handle(sides[1]),
     ):
         with pytest.raises(nixlInvalidParamError, match=r"is of agent 'other', not 'one'$"):
             call()
-    assert one.transfer(handles[0]) == "DONE"
-    for agent in agents:
+    for agent, handle, side in zip(agents, handles, sides, strict=True):
+        assert agent.transfer(handle) == "DONE"
+        assert agent.make_prepped_xfer("READ", side, [0], side, [0])
         agent.agent.close()
 
 
