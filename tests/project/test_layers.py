@@ -28,7 +28,7 @@ MAX_LINES = {
     "links": 4006,
     "llm_datadist": 3806,
     "mooncake": 611,
-    "nixl": 1846,
+    "nixl": 1851,
     "observe": 1661,
     "planning": 5711,
     "recording": 1714,
