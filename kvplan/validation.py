@@ -86,7 +86,7 @@ def check_type(name: str, value: object, expected: type[_T]) -> _T:
 
 
 def is_unicode(text: str) -> bool:
-    """Return False for text with surrogates, which no encoding can represent."""
+    """Return False for text with surrogates, which UTF-8 cannot represent."""
     return text.isascii() or re.search("[\ud800-\udfff]", text) is None
 
 

@@ -24,11 +24,11 @@ from kvplan.status import LLMException, LLMStatusCode, busy, invalid, timed_out,
 from kvplan.system.logs import LimitedLog, Log
 
 _HEAD: Final = struct.Struct("<cQH")  # kind, number of the message, bytes of its name
-_PIECE, _LAST, _USES, _LEAVES = b"P", b"N", b"U", b"L"
+_FIRST, _PIECE, _LAST, _USES, _LEAVES = b"F", b"P", b"N", b"U", b"L"
 MAX_NAME_NBYTES: Final = 1024
 MAX_BODY_NBYTES: Final = 1 << 20
 """Maximum bytes of a message, and of all unfinished messages of a peer."""
-_MAX_UNFINISHED: Final = 1024  # messages of a peer
+_MAX_UNFINISHED: Final = MAX_BODY_NBYTES // MAX_NOTIFICATION_NBYTES  # pieces may be empty
 _ATTEMPTS: Final = 3  # to get a link, which the peer may be ending
 _LINKED: Final = LinkState.LINKED  # faster than a lookup in the enumeration
 _NOT_LINKED: Final = LLMStatusCode.LLM_NOT_YET_LINK
@@ -78,8 +78,8 @@ class Connections:
         self._connected: dict[str, _Connection] = {}  # by each name in use
         self._peer_uses: WeakKeyDictionary[PeerLink, bool] = WeakKeyDictionary()
         self._messages: list[Message] = []
-        # Of unfinished messages, by cluster id and number, longest waiting first; None: dropped.
-        self._pieces: dict[tuple[int, int], bytes | None] = {}
+        # Bodies of unfinished messages, by cluster id and number, longest waiting first.
+        self._pieces: dict[int, dict[int, bytes]] = {}
         # Number of the last message in pieces. It begins at random, as peers may hold older pieces.
         self._sent = secrets.randbits(63)
 
@@ -252,7 +252,7 @@ class Connections:
             number = self._sent
         cuts = range(0, len(body), room)
         return [
-            _HEAD.pack(_LAST if at == cuts[-1] else _PIECE, number, len(name))
+            _HEAD.pack(_LAST if at == cuts[-1] else _PIECE if at else _FIRST, number, len(name))
             + name
             + body[at : at + room]
             for at in cuts
@@ -276,7 +276,7 @@ class Connections:
         """Read the unread notifications, and sort them into messages and uses of links."""
         with self._mutex:
             # First: all that a peer sent before its link ended is read below.
-            lost = [key for key in self._pieces if not self._is_up(key[0])]
+            lost = [cluster_id for cluster_id in self._pieces if not self._is_up(cluster_id)]
             for cluster_id, data in self._datadist.notifications():
                 if data in (_USES, _LEAVES):
                     try:
@@ -285,44 +285,35 @@ class Connections:
                         continue  # the link is gone, and with it the peer's use of it
                 elif not self._add_frame(cluster_id, data):
                     self._peer_log.warning(
-                        "cluster %d has sent %d bytes that are not a message", cluster_id, len(data)
-                    )
-            for key in lost:
-                self._pieces.pop(key, None)
+                        "cluster %d has sent %d bytes that belong to no message; at most %d bytes "
+                        "of its unfinished messages are kept",
+                        cluster_id, len(data), MAX_BODY_NBYTES,
+                    )  # fmt: skip
+            for cluster_id in lost:
+                self._pieces.pop(cluster_id, None)
 
     def _is_up(self, cluster_id: int) -> bool:
         link = self._datadist._running().links.peers.get(cluster_id)
         return link is not None and link.state not in LOST
 
     def _add_frame(self, cluster_id: int, data: bytes) -> bool:
-        """Add a peer's frame to its messages; return False if it is malformed or too long."""
+        """Add a peer's frame to its messages; return False if it belongs to none."""
         if (frame := read_frame(data)) is None:
             return False
-        is_last, number, name, piece = frame
-        key = cluster_id, number
-        known = self._pieces.pop(key, b"") if number else b""
-        body = None if known is None else known + piece
-        if is_last:
-            if body is not None:
-                self._messages.append(Message(cluster_id, name, body))
-            else:
-                self._peer_log.warning(
-                    "cluster %d: a message is lost: more than %d bytes of messages were unfinished",
-                    cluster_id, MAX_BODY_NBYTES,
-                )  # fmt: skip
+        kind, number, name, piece = frame
+        pieces = self._pieces.setdefault(cluster_id, {}) if number else {}
+        begun = pieces.pop(number, None) if number and kind != _FIRST else b""
+        if begun is None:  # the beginning was dropped
+            return False
+        body = begun + piece
+        if kind == _LAST:
+            self._messages.append(Message(cluster_id, name, body))
             return True
-        self._pieces[key] = body
+        pieces[number] = body
         # The last piece of a failed transfer never arrives: drop what has waited longest.
-        pending = [other for other in self._pieces if other[0] == cluster_id]
-        kept = sum(len(self._pieces[other] or b"") for other in pending)
-        for other in pending:
-            if kept <= MAX_BODY_NBYTES:
-                break
-            kept -= len(self._pieces[other] or b"")
-            self._pieces[other] = None  # later pieces of the message are not taken for a message
-        if len(pending) > _MAX_UNFINISHED:
-            del self._pieces[pending[0]]
-        return self._pieces[key] is not None or body is None
+        while len(pieces) > _MAX_UNFINISHED or sum(map(len, pieces.values())) > MAX_BODY_NBYTES:
+            del pieces[next(iter(pieces))]
+        return number in pieces
 
     def _linked(self, cluster_id: int, address: str, deadline: float) -> bool:
         """Link with a cluster; return True if this call has made the link."""
@@ -390,17 +381,17 @@ def _left_ms(deadline: float) -> int:
     return max(1, int((deadline - time.monotonic()) * 1000))
 
 
-def read_frame(data: bytes) -> tuple[bool, int, bytes, bytes] | None:
-    """Return is_last, number and name of the message, and a piece of its body; None: invalid."""
+def read_frame(data: bytes) -> tuple[bytes, int, bytes, bytes] | None:
+    """Return kind, number and name of the message, and a piece of its body; None: invalid."""
     if len(data) < _HEAD.size:
         return None
     kind, number, length = _HEAD.unpack_from(data)
     body = data[_HEAD.size :]
-    if kind not in (_PIECE, _LAST) or length > min(len(body), MAX_NAME_NBYTES):
+    if kind not in (_FIRST, _PIECE, _LAST) or length > min(len(body), MAX_NAME_NBYTES):
         return None
-    if kind == _PIECE and not number:
+    if kind != _LAST and not number:
         return None
-    return kind == _LAST, number, body[:length], body[length:]
+    return kind, number, body[:length], body[length:]
 
 
 def _not_connected(remote_engine: str) -> LLMException:

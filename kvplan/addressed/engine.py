@@ -72,9 +72,9 @@ class Requests:
         self._last = 0
         self._requests: dict[int, Request] = {}  # in the order in which they were submitted
 
-    def check_room(self) -> None:
-        """Raise LLM_LINK_BUSY if too many requests are open."""
-        if len(self._requests) >= MAX_REQUESTS:
+    def check_room(self, num_others: int = 0) -> None:
+        """Raise LLM_LINK_BUSY if too many requests are open, and others that the caller counts."""
+        if len(self._requests) + num_others >= MAX_REQUESTS:
             raise busy(
                 f"{MAX_REQUESTS} requests are open; ask for the status of some, which ends them"
             )

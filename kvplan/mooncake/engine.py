@@ -110,7 +110,7 @@ class TransferEngine:
         self._empty_numbers = count(1 << 62)  # above the numbers of requests
 
     def initialize(
-        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
+        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str | None
     ) -> int:
         """Start the engine. It listens on a free port, or at llm.ListenIpInfo; see `get_rpc_port`.
 
@@ -120,13 +120,14 @@ class TransferEngine:
 
     @_returns_status()
     def initialize_ext(
-        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str,
+        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str | None,
         metadata_type: str,
     ) -> int:  # fmt: skip
         """Start the engine; see `initialize`."""
         for name, value in (
             ("local_hostname", local_hostname), ("metadata_server", metadata_server),
-            ("protocol", protocol), ("device_name", device_name or ""),
+            ("protocol", protocol), ("device_name", "" if device_name is None else device_name),
+            ("metadata_type", metadata_type),
         ):  # fmt: skip
             check_text(name, value)
         if metadata_server != P2P:
@@ -152,6 +153,7 @@ class TransferEngine:
             engine, self._engine = self._engine, None
             self._starts = ()
             self._registered.clear()
+            self._empty.clear()
         if engine is not None:
             engine.datadist.finalize()
         self._buffers.clear()
@@ -425,7 +427,7 @@ class TransferEngine:
         """Begin to read or write ranges, or none; return the batch, or 0 after a failure."""
         columns = columns_of(buffers, peer_buffer_addresses, lengths)
         engine = self._running()
-        engine.requests.check_room()
+        engine.requests.check_room(len(self._empty))
         deadline = time.monotonic() + timeout_ms(columns[2]) / 1000
         cluster, direction = self._cluster(target_hostname), direction_of(opcode)
         if not len(columns[0]):

@@ -253,11 +253,13 @@ class nixl_agent:  # noqa: N801
 
     def release_xfer_handle(self, handle: nixl_xfer_handle) -> None:
         """Stop and forget a transfer; on return none of its bytes moves."""
-        check_type("handle", handle, nixl_xfer_handle).release()
+        self._number("handle", handle)
+        handle.release()
 
     def release_dlist_handle(self, handle: nixl_prepped_dlist_handle) -> None:
         """Forget a prepared list."""
-        check_type("handle", handle, nixl_prepped_dlist_handle).release()
+        self._number("handle", handle, nixl_prepped_dlist_handle)
+        handle.release()
 
     def prep_mem_view(self, dlist: Any, *, backends: _Backends | None = None) -> int:
         """Refuse: views of memory are for GPU kernels."""
@@ -273,7 +275,7 @@ class nixl_agent:  # noqa: N801
 
     def update_notifs(self, backends: _Backends = ()) -> dict[str, list[bytes]]:
         """Add the messages that have arrived to `notifs`, and return `notifs`."""
-        self.agent._check_running()
+        self.agent._check_running("update_notifs")
         with self._reading, signals_deferred:
             self.notifs = self.agent.getNotifs(self.notifs)
             return self.notifs
@@ -285,7 +287,7 @@ class nixl_agent:  # noqa: N801
         """Return True if a message with this tag has arrived, and remove the message."""
         name = text_of("remote_agent_name", remote_agent_name)
         tag = as_bytes("lookup_tag", lookup_tag)
-        self.agent._check_running()
+        self.agent._check_running("check_remote_xfer_done")
         with self._reading, signals_deferred:
             messages = self.update_notifs().get(name, [])
             for place, message in enumerate(messages):

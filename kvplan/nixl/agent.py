@@ -114,6 +114,7 @@ class Agent:
         """Return the properties of a plugin, and the kinds of memory that it moves."""
         if name not in BACKENDS:
             return {}, []
+        self._check_running("get_plugin_params")
         from kvplan import __version__
 
         links = {link.transport or "" for link in self.engine.datadist.links()}
@@ -166,6 +167,7 @@ class Agent:
     def deregisterMem(self, descs: nixlRegDList, backends: Sequence[int] = ()) -> nixl_status_t:  # noqa: N802
         """Undo one registration of memory; after the last one no transfer uses the memory."""
         regions = _regions(descs)
+        self._check_running("deregister_memory")
         ended: list[tuple[Region, int]] = []
         try:
             with self._mutex, signals_deferred:
@@ -359,13 +361,14 @@ class Agent:
     ) -> nixl_status_t:
         """Send a message; on return the remote agent has it."""
         agent, message = text_of("remote_agent", remote_agent), as_bytes("msg", msg)
-        if agent == self.name:
-            self._looped.append(message)
-            return _SUCCESS
-        self._remote(agent)
+        name = self.name.encode()
         try:
-            self._linked(agent)
-            self.engine.connections.notify(agent, self.name.encode(), message, _CONNECT_MS)
+            if agent == self.name:
+                self.engine.connections.frames(name, message)  # refuses what is too long
+                self._looped.append(message)
+            else:
+                self._linked(agent)
+                self.engine.connections.notify(agent, name, message, _CONNECT_MS)
         except REFUSALS as error:
             raise self._logged(f"send_notif to {agent}", error) from error
         return _SUCCESS
@@ -375,7 +378,7 @@ class Agent:
     ) -> dict[str, list[bytes]]:
         """Return a copy of `notif_map` with the messages that have arrived since the last call."""
         found = {name: list(messages) for name, messages in notif_map.items()}
-        self._check_running()
+        self._check_running("get_new_notifs")
         for message in self.engine.connections.take_messages():
             name = message.name.decode(errors="replace")
             found.setdefault(name, []).append(message.body)
@@ -385,12 +388,12 @@ class Agent:
             found.setdefault(self.name, []).extend(looped)
         return found
 
-    def _check_running(self) -> None:
+    def _check_running(self, call: str) -> None:
         """Raise nixlBackendError in a forked child, where a mutex may be held, or after `close`."""
         try:
             self.engine.datadist._running()
         except LLMException as error:
-            raise self._logged("get_new_notifs", error) from error
+            raise self._logged(call, error) from error
 
     def _check(self, regions: Regions, side: str, kind: nixl_mem_t, rows: Rows) -> None:
         if not len(rows):

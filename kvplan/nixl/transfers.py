@@ -242,10 +242,12 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
             columns = transfer.local, transfer.remote, transfer.sizes
             ranges = transfer.ranges = AddressRanges(cluster, *columns, direction)
         frames: list[bytes] = []
-        if transfer.message and not is_loop:
+        if transfer.message:
             frames = self.engine.connections.frames(self.name.encode(), transfer.message)
-            for frame in frames[:-1]:
-                datadist.notify(cluster, frame)
+        if is_loop:  # `_succeeded` keeps the message; only its size was to be checked
+            frames = []
+        for frame in frames[:-1]:
+            datadist.notify(cluster, frame)
         last = frames[-1] if frames else None
 
         def keep(task: TransferTask) -> None:

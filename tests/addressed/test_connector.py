@@ -169,8 +169,9 @@ def test_the_name_of_a_message_ends_within_the_message(length: int) -> None:
     if length > 4:
         assert found is None
     else:
-        assert found == (True, 0, b"abcd"[:length], b"abcd"[length:])
+        assert found == (b"N", 0, b"abcd"[:length], b"abcd"[length:])
     assert read_frame(_HEAD.pack(b"X", 0, length) + b"abcd") is None
     # a piece that belongs to no message
     assert read_frame(_HEAD.pack(b"P", 0, length) + b"abcd") is None
+    assert read_frame(_HEAD.pack(b"F", 0, length) + b"abcd") is None
     assert read_frame(_HEAD.pack(b"N", 0, length)[:-1]) is None

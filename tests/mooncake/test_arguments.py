@@ -58,18 +58,22 @@ def test_arguments_of_the_wrong_type_are_refused(
         WRONG[name](engine, address)
 
 
-@pytest.mark.parametrize("name", ["local_hostname", "metadata_server", "protocol", "device_name"])
-def test_an_engine_is_initialized_with_text(name: str) -> None:
+@pytest.mark.parametrize("wrong", [5, 0, False, []], ids=repr)
+@pytest.mark.parametrize(
+    "name", ["local_hostname", "metadata_server", "protocol", "device_name", "metadata_type"]
+)
+def test_an_engine_is_initialized_with_text(name: str, wrong: object) -> None:
     given: dict[str, Any] = {
         "local_hostname": "127.0.0.1",
         "metadata_server": "P2PHANDSHAKE",
         "protocol": "tcp",
         "device_name": "",
+        "metadata_type": "",
     }
     engine = TransferEngine()
-    with pytest.raises(TypeError, match=f"^{name} is a int; it must be str"):
-        engine.initialize(**given | {name: 5})
-    assert engine.initialize(**given) == 0
+    with pytest.raises(TypeError, match=f"^{name} is a {type(wrong).__name__}; it must be str"):
+        engine.initialize_ext(**given | {name: wrong})
+    assert engine.initialize_ext(**given | {"device_name": None}) == 0
     engine.close()
 
 

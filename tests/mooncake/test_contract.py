@@ -327,6 +327,25 @@ def test_a_batch_without_ranges_is_done(make: Callable[[int], Here], call: str) 
     assert [at_once(name, [], [], []) for name in (here.peer.name, "127.0.0.1:1")] == [0, -1]
 
 
+def test_batches_without_ranges_count_as_open_and_end_with_their_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvplan.addressed.engine.MAX_REQUESTS", 2)
+    engine, given = TransferEngine(), ("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
+    assert engine.initialize(*given) == 0
+    one, other, refused = (
+        engine.batch_transfer_async_read(engine._own, [], [], []) for _ in range(3)
+    )
+    assert len({0, one, other}) == 3
+    assert refused == 0
+    assert engine.transfer_check_status(one) == 1
+    assert engine.batch_transfer_async_read(engine._own, [], [], [])
+    engine.close()
+    assert engine.initialize(*given) == 0
+    assert engine.transfer_check_status(other) == -1
+    engine.close()
+
+
 def test_a_link_causes_no_warning_and_a_failed_one_a_single_line(
     make: Callable[[int], Here], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvplan.addressed.connections import MAX_BODY_NBYTES
 from kvplan.nixl import nixl_agent
 from kvplan.nixl._bindings import nixlBackendError, nixlInvalidParamError
 
@@ -40,6 +41,27 @@ def test_a_message_may_be_any_buffer(message: Any) -> None:
     agent.send_notif("alone", message)
     assert agent.get_new_notifs() == {"alone": [b"m"]}
     agent.agent.close()
+
+
+@pytest.mark.parametrize("receiver", ["alone", "peer"])
+def test_a_message_of_more_than_1_mib_is_refused(receiver: str) -> None:
+    """A message to the agent itself is refused too, and so is one that a transfer carries."""
+    agent, peer, memory = nixl_agent("alone"), nixl_agent("peer"), np.zeros(64, np.uint8)
+    ours, theirs = (
+        each.register_memory([(memory.ctypes.data, 64, 0, "")], "DRAM").trim()
+        for each in (agent, agent if receiver == "alone" else peer)
+    )
+    agent.add_remote_agent(peer.get_agent_metadata())
+    longest = b"m" * MAX_BODY_NBYTES
+    agent.send_notif(receiver, longest)
+    with pytest.raises(nixlBackendError, match="at most 1048576"):
+        agent.send_notif(receiver, longest + b"m")
+    handle = agent.initialize_xfer("READ", ours, theirs, receiver, longest + b"m")
+    assert agent.transfer(handle) == "ERR"
+    taker = agent if receiver == "alone" else peer
+    assert [*map(len, taker.get_new_notifs()["alone"])] == [MAX_BODY_NBYTES]
+    for each in (agent, peer):
+        each.agent.close()
 
 
 @pytest.mark.parametrize("wrong", [[], {}, 5, None, np.array([1, 2])], ids=repr)
@@ -130,11 +152,14 @@ def test_a_handle_of_another_agent_is_refused() -> None:
         lambda: one.check_xfer_state(handles[1]),
         lambda: one.make_prepped_xfer("READ", sides[1], [0], sides[0], [0]),
         lambda: one.make_prepped_xfer("READ", sides[0], [0], sides[1], [0]),
+        lambda: one.release_xfer_handle(handles[1]),
+        lambda: one.release_dlist_handle(sides[1]),
     ):
         with pytest.raises(nixlInvalidParamError, match=r"is of agent 'other', not 'one'$"):
             call()
-    assert one.transfer(handles[0]) == "DONE"
-    for agent in agents:
+    for agent, handle, side in zip(agents, handles, sides, strict=True):
+        assert agent.transfer(handle) == "DONE"
+        assert agent.make_prepped_xfer("READ", side, [0], side, [0])
         agent.agent.close()
 
 
@@ -193,9 +218,16 @@ def test_tensors_have_the_kind_of_their_own_memory(given: str | None) -> None:
 
 
 def test_an_agent_that_is_closed_says_so_by_an_error_of_nixl() -> None:
-    agent, other = nixl_agent("closed"), nixl_agent("other")
+    agent, other, memory = nixl_agent("closed"), nixl_agent("other"), np.zeros(64, np.uint8)
+    held = agent.register_memory([(memory.ctypes.data, 64, 0, "")], "DRAM")
     agent.agent.close()
-    for call in (agent.get_new_notifs, lambda: agent.add_remote_agent(other.get_agent_metadata())):
+    for call in (
+        agent.get_new_notifs,
+        lambda: agent.add_remote_agent(other.get_agent_metadata()),
+        lambda: agent.get_plugin_params("UCX"),
+        lambda: agent.get_backend_mem_types("UCX"),
+        lambda: agent.deregister_memory(held),
+    ):
         with pytest.raises(nixlBackendError, match="the engine is finalized"):
             call()
     other.agent.close()
