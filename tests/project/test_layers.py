@@ -32,7 +32,7 @@ MAX_LINES = {
     "observe": 1661,
     "planning": 5711,
     "recording": 1714,
-    "run": 426,
+    "run": 428,
     "serving": 2995,
     "system": 472,
     "tensors": 1092,
