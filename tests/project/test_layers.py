@@ -29,7 +29,7 @@ MAX_LINES = {
     "llm_datadist": 3806,
     "mooncake": 609,
     "nixl": 1844,
-    "observe": 1661,
+    "observe": 1669,
     "planning": 5711,
     "recording": 1714,
     "run": 428,
