@@ -208,7 +208,8 @@ class Rendezvous:
         here = members[self._engine.cluster_id].server_id
         on_host = [member for member in members.values() if member.server_id == here]
         if len(on_host) > 1 and self._engine.options.comm_dir is None:
-            check_directory("comm_dir is None: XDG_RUNTIME_DIR/kvplan", str(runtime_directory()))
+            path, remedy = str(runtime_directory()), ": set kvplan.comm_dir"
+            check_directory("XDG_RUNTIME_DIR/kvplan", path, remedy)
         self._last_id += 1
         comm = self._communicators[self._last_id] = Communicator(self._last_id, comm_name, members)
         comm.preparing = asyncio.create_task(self._prepare(comm))
