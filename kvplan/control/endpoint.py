@@ -103,12 +103,12 @@ def endpoint_of(name: Any) -> Endpoint:
     return Endpoint(name[0], name[1]) if isinstance(name, tuple) else Endpoint(path=name)
 
 
-def check_directory(name: str, path: str) -> None:
+def check_directory(name: str, path: str, remedy: str = "") -> None:
     """Refuse a directory in which the paths of sockets would be too long."""
     if (nbytes := len(os.fsencode(path))) > MAX_DIRECTORY:
         raise invalid(
             f"{name}={shown(path)} has {nbytes} bytes; at most {MAX_DIRECTORY} are allowed, as "
-            f"paths of sockets in it have at most {MAX_PATH}"
+            f"paths of sockets in it have at most {MAX_PATH}{remedy}"
         )
 
 

@@ -261,8 +261,8 @@ class LlmDataDist(
 
         Raises:
             TypeError, ValueError: an argument of the wrong type or width.
-            LLMException: LLM_PARAM_INVALID: also if `comm_dir` is None, a member is on this host,
-                and XDG_RUNTIME_DIR is too long for a socket's path.
+            LLMException: LLM_PARAM_INVALID: also if another member is on this host and the path of
+                XDG_RUNTIME_DIR is too long for sockets (set `kvplan.comm_dir`).
         """
         with self._recorded("link", comm=comm_name) as engine:
             return engine.links.comm_link(comm_name, cluster_rank_info, rank_table)

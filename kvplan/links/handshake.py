@@ -152,7 +152,8 @@ class HandshakeInitiator:
                     f"cluster {cluster_id} at {error.args[0]}", status_code=error.status_code
                 )
             # If the link is still LINKING without an error, the call was cancelled.
-            self._transitions.failed(link, error or link_failed(f"cluster {cluster_id}: cancelled"))
+            gone = link_failed(f"cluster {cluster_id}: cancelled")
+            self._transitions.failed(link, error or gone, cancelled=error is None)
         return error
 
     async def _handshake(

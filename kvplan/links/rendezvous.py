@@ -208,7 +208,8 @@ class Rendezvous:
         here = members[self._engine.cluster_id].server_id
         on_host = [member for member in members.values() if member.server_id == here]
         if len(on_host) > 1 and self._engine.options.comm_dir is None:
-            check_directory("comm_dir is None: XDG_RUNTIME_DIR/kvplan", str(runtime_directory()))
+            path, remedy = str(runtime_directory()), ": set kvplan.comm_dir"
+            check_directory("XDG_RUNTIME_DIR/kvplan", path, remedy)
         self._last_id += 1
         comm = self._communicators[self._last_id] = Communicator(self._last_id, comm_name, members)
         comm.preparing = asyncio.create_task(self._prepare(comm))
@@ -222,15 +223,19 @@ class Rendezvous:
         if comm.status is RegisterMemStatus.PREPARING:
             comm.status = RegisterMemStatus.FAILED  # which stays if this call does not end
         await asyncio.wait((comm.preparing,))
-        ours = [link for link in self._transitions.links.values() if link.comm == comm.name]
-        ends = (self._unlinker.unlink(link.cluster_id, _UNLINK_S, force=False) for link in ours)
-        for error in filter(None, await asyncio.gather(*ends, return_exceptions=True)):
-            code = error.status_code if isinstance(error, LLMException) else None
-            if code in {None, LLMStatusCode.LLM_LINK_BUSY}:
-                raise error
+        tried: set[PeerLink] = set()
+        links = self._transitions.links
+        # Repeated, as a peer may complete a link meanwhile.
+        while ours := {link for link in links.values() if link.comm == comm.name} - tried:
+            tried |= ours
+            ends = (self._unlinker.unlink(link.cluster_id, _UNLINK_S, force=False) for link in ours)
+            for error in filter(None, await asyncio.gather(*ends, return_exceptions=True)):
+                code = error.status_code if isinstance(error, LLMException) else None
+                if code in {None, LLMStatusCode.LLM_LINK_BUSY}:
+                    raise error
         self._forget(self._get(comm_id))  # another call, or `close`, may have been faster
-        for link in (*self._transitions.accepting.values(), *self._transitions.links.values()):
-            if link.comm == comm.name:  # a peer has begun it, perhaps meanwhile
+        for link in (*self._transitions.accepting.values(), *links.values()):
+            if link.comm == comm.name:  # a peer has begun it, or refuses to unlink
                 self._transitions.unlinked(link, f"communicator {comm.name!r} was unlinked")
 
     def status(self, comm_id: int) -> RegisterMemStatus:

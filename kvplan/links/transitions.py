@@ -185,8 +185,8 @@ class Transitions:
         self._watch(link)
         link.prepare()
 
-    def failed(self, link: PeerLink, error: LLMException) -> None:
-        """Change LINKING to UNLINKED."""
+    def failed(self, link: PeerLink, error: LLMException, *, cancelled: bool = False) -> None:
+        """Change LINKING to UNLINKED; `cancelled` if the call that began it logs no outcome."""
         if link.state is not LinkState.LINKING:
             return
         self._end_handshake(link)
@@ -195,7 +195,7 @@ class Transitions:
         self.note_error(link.cluster_id, error)
         # Links by name are retried, and the outcome of all attempts is logged once. The call that
         # began any other handshake (`phase`) logs its outcome.
-        level = logging.INFO if link.phase else logging.WARNING
+        level = logging.INFO if link.phase and not cancelled else logging.WARNING
         self._log(link, logging.DEBUG if link.comm else level)
         self._release_resources(link, str(error.args[0]))
 

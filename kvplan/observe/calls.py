@@ -13,6 +13,7 @@ from inspect import signature
 from queue import SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
 
 from kvnative._observed import CallLog
 from kvplan.system.logs import Log
@@ -49,7 +50,7 @@ class Calls:
 
     def __init__(self, *, inline: bool) -> None:
         self.seen = CallLog(self.wake, MAX_SEEN, _MAX_NBYTES)
-        self.tokens: SimpleQueue[bool | threading.Event | tuple[int, Agent]] = SimpleQueue()
+        self.tokens: SimpleQueue[bool | threading.Event | tuple[int, ref[Agent]]] = SimpleQueue()
         self.thread: threading.Thread | None = None
         self.agents: dict[int, Agent] = {}
         self.failed = False
@@ -66,6 +67,11 @@ class Calls:
         else:
             self.seen.awake = True
             self.tokens.put(True)
+
+    def gone(self, owner: int, agent: ref[Agent]) -> None:
+        """Let the thread close the recording of an agent; called when the observed object dies."""
+        if self.thread is not None:
+            self.tokens.put((owner, agent))
 
     def take(self) -> None:
         """Pass the calls so far to their agents."""

@@ -156,7 +156,7 @@ class Observer:
         if before is not None:
             before.recorder.close()
         with suppress(TypeError):  # of a class without weak references
-            weakref.finalize(owner, calls.tokens.put, (id(owner), agent)).atexit = False
+            weakref.finalize(owner, calls.gone, id(owner), weakref.ref(agent)).atexit = False
 
     def sum(self, tag: str, descriptors: Any) -> None:
         """Record sums of memory of an agent, for `kvplan.observe.sums`."""
@@ -188,11 +188,11 @@ class Observer:
             calls.tokens.put(False)
             calls.thread.join(_CLOSING_S)
             calls.thread = None
-        for agent in calls.agents.values():
+        for agent in list(calls.agents.values()):  # the thread may be late, and change them
             agent.recorder.close()
 
     def _work(self, calls: Calls) -> None:
-        token: bool | threading.Event | tuple[int, Agent] = True
+        token: bool | threading.Event | tuple[int, weakref.ref[Agent]] = True
         while token is not False:
             token = calls.tokens.get()
             if token is True:
@@ -205,11 +205,13 @@ class Observer:
             elif isinstance(token, tuple):
                 self._end(*token)
 
-    def _end(self, key: int, agent: Agent) -> None:
+    def _end(self, key: int, reference: weakref.ref[Agent]) -> None:
         """Close the recording of an agent whose observed object is gone."""
         with self._mutex:
-            if self.calls.agents.get(key) is agent:  # not the agent of a later object there
-                del self.calls.agents[key]
+            agent = self.calls.agents.get(key)
+            if agent is None or agent is not reference():  # the agent of a later object there
+                return
+            del self.calls.agents[key]
         agent.recorder.close()
 
 

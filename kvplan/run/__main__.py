@@ -96,10 +96,10 @@ def parse(arguments: Sequence[str]) -> Launch | None:
             position += 1
             if not (observe := "".join(arguments[position : position + 1])):
                 raise Misuse("--observe needs what to observe, such as nixl")
-            for name in observe.partition("=")[0].split(","):
-                if name.strip() not in OBSERVABLE:
-                    raise Misuse(f"--observe {name!r} must be one of {', '.join(OBSERVABLE)}")
-            if observe.partition("=")[0].strip() == "sums":
+            names = [name.strip() for name in observe.partition("=")[0].split(",")]
+            if unknown := [name for name in names if name not in OBSERVABLE]:
+                raise Misuse(f"--observe {unknown[0]!r} must be one of {', '.join(OBSERVABLE)}")
+            if {*names} == {"sums"}:
                 raise Misuse("--observe 'sums' needs a library as well, such as nixl,sums")
         elif argument == "--" and position + 1 < len(arguments):
             return Launch(
@@ -144,7 +144,8 @@ def environment(inherited: Mapping[str, str], launch: Launch) -> dict[str, str]:
     if launch.several_engines:
         changed[SEVERAL_ENGINES] = "1"
     if launch.observe:
-        changed[OBSERVE] = launch.observe
+        names, _, folder = launch.observe.partition("=")
+        changed[OBSERVE] = f"{names}={Path(folder).absolute()}"  # programs may change theirs
         changed[OBSERVE_PID] = str(os.getpid())  # exec keeps the number
     if launch.interfaces:
         changed[AS] = ",".join(launch.interfaces)

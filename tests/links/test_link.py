@@ -102,6 +102,25 @@ def test_a_call_that_is_cancelled_before_its_links_begin_leaves_nothing(
     assert end.links.status() == []
 
 
+def test_a_call_that_is_cancelled_during_a_handshake_is_one_warning(end: End) -> None:
+    """The call itself logs nothing, as it raises first."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        there = ClusterInfo(2, IpInfo("127.0.0.1", silent.getsockname()[1]))
+
+        async def run() -> None:
+            call = asyncio.create_task(end.links.link_async([there], 3_600_000))
+            held, _ = await asyncio.to_thread(silent.accept)
+            with held:
+                call.cancel()
+                await asyncio.wait((call,))
+                assert call.cancelled()
+
+        asyncio.run(run())
+        line = end.wait_for(2, "UNLINKED")
+    assert line.startswith("WARNING")
+    assert "reason='cluster 2: cancelled'" in line
+
+
 def test_unlinking_a_cluster_that_was_never_linked(end: End) -> None:
     for result in end.links.unlink([0, 7, (1 << 64) - 1], 1000):
         assert result.status is LLMStatusCode.LLM_NOT_YET_LINK

@@ -47,6 +47,7 @@ def test_a_runtime_directory_with_too_long_a_path(
     table = json.dumps({"version": "1.2", "server_list": hosts})
     end.links.comm_unlink(end.links.comm_link("far", {1: 1, 2: 2}, table))
     why = f"XDG_RUNTIME_DIR/kvplan='{runtime}/kvplan' has {nbytes + 7} bytes; at most 88 "
+    why += "are allowed, as paths of sockets in it have at most 107: set kvplan.comm_dir"
     with refused("LLM_PARAM_INVALID", why) if nbytes == 82 else nullcontext():
         end.links.comm_unlink(end.links.comm_link("near", {1: 1, 2: 1}))
 

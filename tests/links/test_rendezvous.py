@@ -13,7 +13,7 @@ import pytest
 
 from kvplan import LLMException, LLMStatusCode
 from kvplan.links import LinkState, RegisterMemStatus
-from tests.links.end import End, settle
+from tests.links.end import DEADLINE_S, End, settle
 from tests.links.peer import Peer
 from tests.support.refusals import refused
 
@@ -188,6 +188,36 @@ def test_transfers_in_flight_keep_the_communicator(make_end: MakeEnd, comm_dir: 
     assert one.links.comm_status(1) is OK
     link.end(link)
     one.links.comm_unlink(1)
+
+
+def test_transfers_over_a_link_that_is_made_during_an_unlink_keep_the_communicator(
+    make_end: MakeEnd, comm_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, three = (make_end(i, listen="", comm_dir=comm_dir) for i in (1, 2, 3))
+    for end in (one, two):
+        end.links.comm_link("name", {1: 0, 2: 1, 3: 2})
+    one.wait_for(2, "LINKED")
+    unlinker = one.links._rendezvous._unlinker
+    unlink = unlinker.unlink
+
+    async def slow(*arguments: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        three.links.comm_link("name", {1: 0, 2: 1, 3: 2})
+        async with asyncio.timeout(DEADLINE_S):
+            while one.state(3) is not LinkState.LINKED:
+                await asyncio.sleep(0)
+        link = one.links.get(3)
+        link.begin(link)
+        await unlink(*arguments, **options)
+
+    monkeypatch.setattr(unlinker, "unlink", slow)
+    with refused(LLMStatusCode.LLM_LINK_BUSY, "1 operation in flight with cluster 3"):
+        one.links.comm_unlink(1)
+    link = one.links.get(3)
+    assert link.state is LinkState.LINKED
+    link.end(link)
+    one.links.comm_unlink(1)
+    assert one.links.status() == []
 
 
 def test_an_unlink_that_fails_while_a_member_is_missing_ends_the_preparation(

@@ -136,20 +136,46 @@ def test_programs_on_kvplans_nixl_are_observed(site: Path) -> None:
     assert [(its.tag, its.nbytes) for its in recording.transfers] == [("cmpl-7", 64)]
 
 
-@pytest.mark.parametrize("uses", [False, True], ids=["no library", "in a child"])
-def test_a_program_of_which_nothing_is_observed_says_so_at_its_end(site: Path, uses: bool) -> None:
-    command = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
-    child = "from nixl._api import nixl_agent; nixl_agent('decode')" if uses else ""
+CHILD = "from nixl._api import nixl_agent; nixl_agent('decode')"
+IN_A_CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"
+MOVED = f"import os; os.chdir('nixl'); {IN_A_CHILD}"
+
+
+@pytest.mark.parametrize("program", [IN_A_CHILD, MOVED], ids=["in a child", "in another folder"])
+@pytest.mark.parametrize("folder", ["", "seen", "/proc/nothere"])
+def test_a_program_that_records_nothing_says_so_at_its_end(
+    site: Path, program: str, folder: str
+) -> None:
+    """The folder is relative to that in which the launcher was started."""
+    what = f"nixl={folder}" if folder else "nixl"
+    end = f"kvplan.run: --observe nixl: no recording was made in {site / folder}\n"
+    assert launched(site, what, "pass") == end
+    said = launched(site, what, program)
+    if folder == "/proc/nothere":
+        assert "observing has ended: FileNotFoundError" in said
+        assert said.endswith(end)
+    else:
+        assert (said, len(list((site / folder).glob("*.kvrec")))) == ("", 1)
+
+
+def test_a_recording_that_is_gone_was_not_made(site: Path) -> None:
+    (site / "gone.kvrec").symlink_to(site / "nowhere")
+    end = f"kvplan.run: --observe nixl: no recording was made in {site}\n"
+    assert launched(site, "nixl", "pass") == end
+
+
+def launched(site: Path, what: str, program: str) -> str:
+    """Return the standard error of an observed program that succeeds."""
     ran = subprocess.run(
-        [sys.executable, *LAUNCHER, f"nixl={site}/seen", "--", "-c", command, child],
+        [sys.executable, *LAUNCHER, what, "--", "-c", program],
         cwd=site,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}"},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{site}"},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    line = f"kvplan.run: --observe nixl={site}/seen: no process has used these libraries\n"
-    assert (ran.returncode, ran.stderr) == (0, "" if uses else line)
+    assert ran.returncode == 0
+    return ran.stderr
 
 
 def test_the_launcher_takes_the_names_of_observed_libraries() -> None:
@@ -162,7 +188,7 @@ def test_the_launcher_takes_the_names_of_observed_libraries() -> None:
     with pytest.raises(Misuse, match="--observe 'ucx' must be one of nixl, mooncake, hixl, sums"):
         parse(["--observe", "nixl,ucx=/tmp", "a.py"])
     with pytest.raises(Misuse, match="--observe 'sums' needs a library as well"):
-        parse(["--observe", "sums=/tmp", "a.py"])
+        parse(["--observe", "sums,sums=/tmp", "a.py"])
 
 
 def test_a_value_of_the_environment_is_checked() -> None:

@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import types
+import weakref
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -225,6 +226,38 @@ def test_the_recording_of_an_agent_that_is_gone_is_complete(program: Program) ->
     recording = program.recording()
     assert (len(recording.transfers), recording.complete) == (1, True)
     assert (program.observer.calls.agents, agent.recorder.ended) == ({}, True)
+
+
+def test_an_object_that_outlives_the_observer_sends_no_message(program: Program) -> None:
+    program.observer.close()
+    del program.agent
+    gc.collect()
+    assert program.observer.calls.tokens.empty()
+
+
+def test_all_recordings_are_closed_though_agents_end_meanwhile(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread may still end agents if it was too slow for `close`."""
+    other = type(program.agent)("other")
+    calls = program.observer.calls
+    first, second = (agent.recorder for agent in calls.agents.values())
+    with monkeypatch.context() as patch:
+        patch.setattr(first, "close", calls.agents.clear)
+        program.observer.close()
+    first.close()
+    assert second.ended
+    del other
+
+
+def test_a_forked_child_keeps_no_agent_of_its_parent(program: Program) -> None:
+    (agent,) = map(weakref.ref, program.observer.calls.agents.values())
+    pid = os.fork()
+    if pid == 0:
+        gc.collect()
+        os._exit(agent() is not None)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert agent() is not None
 
 
 def test_calls_that_come_too_fast_are_a_finding(program: Program) -> None:

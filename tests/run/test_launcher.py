@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -233,10 +234,11 @@ def test_an_option_replaces_its_variable_and_leaves_others_as_they_are() -> None
         "KVPLAN_OBSERVE": "hixl",
         "KVPLAN_AS": "nixl",
     }
+    pid = str(os.getpid())
     for arguments, changed in (
         ((), {}),
         (("--several-engines",), {"KVPLAN_SEVERAL_ENGINES": "1"}),
-        (("--observe", "nixl=/a"), {"KVPLAN_OBSERVE": "nixl=/a"}),
+        (("--observe", "nixl=/a"), {"KVPLAN_OBSERVE": "nixl=/a", "KVPLAN_OBSERVE_PID": pid}),
         (("--as", "nixl", "--as", "mooncake"), {"KVPLAN_AS": "nixl,mooncake"}),
     ):
         launch = launcher.parse([*arguments, "program.py"])

@@ -65,20 +65,21 @@ def report_at_exit() -> None:
     import atexit
     import time
 
-    folder = os.path.abspath(what.partition("=")[2])  # noqa: PTH100
-    atexit.register(report_nothing, what, folder, time.time(), pid)
+    names, _, folder = what.partition("=")
+    atexit.register(report_nothing, names, folder, time.time(), pid)
 
 
-def report_nothing(what: str, folder: str, begin: float, pid: int) -> None:
+def report_nothing(names: str, folder: str, begin: float, pid: int) -> None:
     """Write a line to standard error if no process has recorded to `folder` since `begin`."""
     if os.getpid() != pid:
         return
     try:
         files = [file for file in os.scandir(folder) if file.name.endswith(".kvrec")]
-    except OSError:  # the folder was not made
-        files = []
-    if not any(file.stat().st_mtime >= begin for file in files):
-        sys.stderr.write(f"kvplan.run: --observe {what}: no process has used these libraries\n")
+        made = any(file.stat().st_mtime >= begin for file in files)
+    except OSError:  # the folder was not made, or a file was deleted
+        made = False
+    if not made:
+        sys.stderr.write(f"kvplan.run: --observe {names}: no recording was made in {folder}\n")
 
 
 def find_kvplan() -> None:
