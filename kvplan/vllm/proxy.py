@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -75,6 +75,7 @@ class Call:
     request: web.Request
     body: dict[str, Any]
     name: str  # X-Request-Id, also in the logs of the servers; a new one if the client sent none
+    suffix: str = ""  # of the name at the servers
 
     @classmethod
     async def read(cls, request: web.Request) -> Call:
@@ -90,7 +91,7 @@ class Call:
     @property
     def headers(self) -> dict[str, str]:
         """The headers that servers get: the client's, and the name of the request."""
-        return _forwarded(self.request.headers) | {_REQUEST_ID: self.name}
+        return _forwarded(self.request.headers) | {_REQUEST_ID: self.name + self.suffix}
 
     def unsplittable(self) -> str:
         """Return why a prefill server cannot compute the prompt; empty if it can."""
@@ -205,6 +206,8 @@ class Proxy:
                     return await self._forward(call, url, response)
         finally:
             await _close_unread(decoding)
+        # The first request at a decode server may end later, and has the name until then.
+        call = replace(call, suffix="-again")
         if found is None:
             return await self._in_turn(call, urls[1:])
         logger.info("%s: %s was restarted: nothing was pushed", call.name, urls[0])
