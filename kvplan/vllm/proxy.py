@@ -24,6 +24,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from kvplan.control.endpoint import PORT_MAX
+
 try:
     import aiohttp
     from aiohttp import web
@@ -36,7 +38,6 @@ except ImportError:
 logger = logging.getLogger("proxy")
 
 _PATHS: Final = ("/v1/completions", "/v1/chat/completions")
-_MAX_PORT: Final = 65535
 _MAX_BODY_NBYTES: Final = 256 << 20  # images are part of the body
 _FAILED_S: Final = 5.0  # time for which a failed server is asked last
 _IDLE_S: Final = 2.0  # lifetime of an idle connection; vLLM's servers close it after 5 s
@@ -403,8 +404,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parsed = parser.parse_args(given)
     if not 0 < parsed.prefill_timeout < math.inf:
         parser.error(f"--prefill-timeout {parsed.prefill_timeout}: must be > 0 and finite")
-    if not 0 <= parsed.port <= _MAX_PORT:
-        parser.error(f"--port {parsed.port}: must be in [0, {_MAX_PORT}]")
+    if not 0 <= parsed.port <= PORT_MAX:
+        parser.error(f"--port {parsed.port}: must be in [0, {PORT_MAX}]")
     return parsed
 
 
@@ -423,7 +424,7 @@ def main() -> int:
             handler_cancellation=True,
         )
     except OSError as error:
-        logger.critical("cannot listen on %s:%d: %s", asked.host, asked.port, error)
+        logger.critical("cannot serve at %s:%d: %s", asked.host, asked.port, error)
         return 1
     return 0
 

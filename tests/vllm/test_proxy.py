@@ -487,7 +487,7 @@ def test_a_port_that_is_taken_is_named(
         given = ["--prefill", "http://a:1", "--decode", "http://a:2", "--port", str(port)]
         monkeypatch.setattr(sys, "argv", ["proxy", *given])
         assert main() == 1
-    assert f"cannot listen on 127.0.0.1:{port}: " in caplog.text
+    assert f"cannot serve at 127.0.0.1:{port}: " in caplog.text
 
 
 @pytest.mark.parametrize(
