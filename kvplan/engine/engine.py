@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, fields
 from functools import partial
 from time import perf_counter
@@ -134,7 +134,7 @@ class Engine:
             held.callback(self.links.close)
             self.living = self.registry.living
             self.leases = Leases(cluster_id, self.links.instance, self.registry, transports)
-            held.callback(self.leases.close)
+            held.callback(self.leases.stop)
             self.links.start()
             self.transport_names = [each.name for each in transports]
             if options.status_socket:
@@ -227,7 +227,8 @@ class Engine:
         if self.inherited:
             return
         self.in_flight.close()
-        with signals_deferred, self._held.pop_all() as held:  # all steps, despite errors
+        # All steps, despite errors; `leases` last.
+        with signals_deferred, closing(self.leases), self._held.pop_all() as held:
             held.callback(self.completion.close, _STOPPED_S)
             held.callback(self.in_flight.wait, _STOPPED_S)
             # Also stops the copies that a running call has yet to begin.

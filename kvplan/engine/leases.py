@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _MAX_TTL_MS: Final = 1e12  # almost 32 years
 _RETRY_NS: Final = 1_000_000_000  # between two waits for a peer that may still write
-_STOPPED_S: Final = 1.0  # time that `close` waits for the thread
+_STOPPED_S: Final = 1.0  # time that `stop` waits for the thread
 MAX_FOLLOWING: Final = 1 << 15  # blocks of a lease that fit into one message to peers
 _RELEASED: Final = LeaseEnd.RELEASED  # faster than a lookup in the enumeration
 OnReleased = Callable[[BlockLease, LeaseEnd], object]
@@ -316,7 +316,7 @@ class Leases:
                 held for lease_id, held in self._live.items() if self._is_live(lease_id, now_ns)
             ]
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Stop the thread; the remaining leases end with their transports."""
         with self._mutex:
             self._closed = True
@@ -324,6 +324,11 @@ class Leases:
             self._changed.notify()
         if thread is not None and thread is not threading.current_thread():
             thread.join(_STOPPED_S)
+
+    def close(self) -> None:
+        """Report the leases that a peer still delays, after their transports have closed."""
+        for lease_id in list(self._ending):
+            self._conclude(lease_id)
 
     def _start_thread(self) -> None:
         """Start the thread that ends leases, if it does not run. Needs the mutex."""
@@ -342,12 +347,12 @@ class Leases:
         return lease_id in self._live and (deadline_ns is None or now_ns < deadline_ns)
 
     def _run(self) -> None:
-        """End leases at their deadlines, and retry delayed ends, until the engine closes."""
+        """End leases at their deadlines, and retry delayed ends, until `stop`."""
         while (late := self._wait_for_late()) is not None:
             self._end_all(late)
 
     def _wait_for_late(self) -> list[int] | None:
-        """Wait for leases that expire or are due again; return their ids, or None on `close`."""
+        """Wait for leases that expire or are due again; return their ids, or None on `stop`."""
         with self._mutex:
             while not self._closed:
                 now_ns, late = time.monotonic_ns(), []

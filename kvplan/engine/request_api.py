@@ -68,7 +68,8 @@ class LeaseOperations(OperationRunner):
             LLMException: LLM_PARAM_INVALID: not a lease of this engine; LLM_TIMEOUT: a peer that
                 was writing makes no progress (for example it is stopped), and may still write to
                 the blocks. The lease has ended; once that peer has continued or died,
-                `on_released` is called and a second `release` returns.
+                `on_released` is called and a second `release` returns. `finalize` calls
+                `on_released`, too, after it has withdrawn the cache from peers.
         """
         if type(lease) is not BlockLease:
             check_type("lease", lease, BlockLease)

@@ -287,7 +287,7 @@ class Exchange:
 
         Waits for transfers in flight, up to `pull_timeout_ms`. Requests without a result fail, and
         their blocks are not written any more. A request that a stopped producer was writing gets
-        its result later, when the write has ended.
+        its result later, when the write has ended or the engine is finalized.
         """
         self._call(self._stopped.set)
         self._thread.join()

@@ -273,7 +273,8 @@ class Puller:
     def close(self) -> None:
         """Fail the requests without a result, after the loop and the threads have ended.
 
-        A request whose blocks a stopped producer may still write to fails when that has ended.
+        A request whose blocks a stopped producer may still write to fails when the write has ended
+        or the engine is finalized.
         """
         for pull in list(self.pulls.values()):
             if pull.goal is None or self._is_released(pull, pull.goal):
@@ -281,19 +282,20 @@ class Puller:
 
     def _is_released(self, pull: Pull, goal: Goal) -> bool:
         """Release a goal; return False if a producer may write to it, and fail the pull later."""
+        remove: Callable[[], None] | None = None
 
         def released(lease: BlockLease, _: LeaseEnd) -> None:
             if lease.lease_id == goal.lease.lease_id:
+                if remove is not None:
+                    remove()
                 self._fail(pull)
 
-        remove = None
         try:
             remove = self._engine.on_released(released)
             self._engine.release(goal.lease)
         except LLMException as error:
             if error.status_code is not LLMStatusCode.LLM_ENGINE_FINALIZED:
                 logger.warning("%s: could not release its blocks: %s", pull.request, error)
-            if error.status_code is LLMStatusCode.LLM_TIMEOUT:
                 return False
         if remove is not None:
             remove()
@@ -396,17 +398,20 @@ class Puller:
         return Goal(lease, block * group.block_tokens, target.first_token)
 
     async def _release(self, pull: Pull, goal: Goal) -> None:
-        """Release a goal, and retry if a stopped producer delays that; then no producer writes."""
+        """Release a goal; then no producer writes to it.
+
+        Retries while a stopped producer delays that, and until the exchange closes while the engine
+        is being finalized.
+        """
         cluster_id = pull.sources[0].cluster_id
         while True:
             try:
                 await self._helpers.run(cluster_id, self._engine.release, goal.lease)
             except LLMException as error:
                 logger.warning("%s: could not release its blocks: %s", pull.request, error)
-                if error.status_code is LLMStatusCode.LLM_TIMEOUT:
-                    await asyncio.sleep(_RELEASE_S)
-                    continue
-            return
+                await asyncio.sleep(_RELEASE_S)
+            else:
+                return
 
     def _move(self, pull: Pull, granted: Sequence[_Granted], target: Target) -> None:
         """Pull the missing tokens; after a return or an error no byte is touched."""

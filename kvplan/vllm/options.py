@@ -8,18 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from kvplan.control.endpoint import PORT_MAX
 from kvplan.engine.option_kinds import ADVERTISED, TEXT, Kind, described, one_of, option, rows_of
 from kvplan.serving import ExchangeOptions
 from kvplan.status import invalid
 from kvplan.validation import check_type, shown
 
-_PORT_MAX = 65535
-
 
 def _check_listen(name: str, value: object) -> None:
     _, _, port = check_type(name, value, str).rpartition(":")
-    if not port.isdecimal() or int(port) > _PORT_MAX:
-        raise invalid(f'{name}={shown(value)} must be "ip:port" with port in [0, {_PORT_MAX}]')
+    if not port.isdecimal() or int(port) > PORT_MAX:
+        raise invalid(f'{name}={shown(value)} must be "ip:port" with port in [0, {PORT_MAX}]')
 
 
 def _check_engine(name: str, value: Mapping[str, str]) -> None:

@@ -20,9 +20,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
+
+from kvplan.control.endpoint import PORT_MAX
 
 try:
     import aiohttp
@@ -36,7 +38,6 @@ except ImportError:
 logger = logging.getLogger("proxy")
 
 _PATHS: Final = ("/v1/completions", "/v1/chat/completions")
-_MAX_PORT: Final = 65535
 _MAX_BODY_NBYTES: Final = 256 << 20  # images are part of the body
 _FAILED_S: Final = 5.0  # time for which a failed server is asked last
 _IDLE_S: Final = 2.0  # lifetime of an idle connection; vLLM's servers close it after 5 s
@@ -75,6 +76,7 @@ class Call:
     request: web.Request
     body: dict[str, Any]
     name: str  # X-Request-Id, also in the logs of the servers; a new one if the client sent none
+    suffix: str = ""  # of the name at the servers
 
     @classmethod
     async def read(cls, request: web.Request) -> Call:
@@ -90,7 +92,7 @@ class Call:
     @property
     def headers(self) -> dict[str, str]:
         """The headers that servers get: the client's, and the name of the request."""
-        return _forwarded(self.request.headers) | {_REQUEST_ID: self.name}
+        return _forwarded(self.request.headers) | {_REQUEST_ID: self.name + self.suffix}
 
     def unsplittable(self) -> str:
         """Return why a prefill server cannot compute the prompt; empty if it can."""
@@ -205,6 +207,8 @@ class Proxy:
                     return await self._forward(call, url, response)
         finally:
             await _close_unread(decoding)
+        # The first request at a decode server may end later, and has the name until then.
+        call = replace(call, suffix="-again")
         if found is None:
             return await self._in_turn(call, urls[1:])
         logger.info("%s: %s was restarted: nothing was pushed", call.name, urls[0])
@@ -400,8 +404,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parsed = parser.parse_args(given)
     if not 0 < parsed.prefill_timeout < math.inf:
         parser.error(f"--prefill-timeout {parsed.prefill_timeout}: must be > 0 and finite")
-    if not 0 <= parsed.port <= _MAX_PORT:
-        parser.error(f"--port {parsed.port}: must be in [0, {_MAX_PORT}]")
+    if not 0 <= parsed.port <= PORT_MAX:
+        parser.error(f"--port {parsed.port}: must be in [0, {PORT_MAX}]")
     return parsed
 
 
@@ -420,7 +424,7 @@ def main() -> int:
             handler_cancellation=True,
         )
     except OSError as error:
-        logger.critical("cannot listen on %s:%d: %s", asked.host, asked.port, error)
+        logger.critical("cannot serve at %s:%d: %s", asked.host, asked.port, error)
         return 1
     return 0
 

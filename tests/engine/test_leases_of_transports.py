@@ -59,7 +59,7 @@ def words() -> list[Words]:
 def leases(registry: CacheRegistry, words: list[Words]) -> Iterator[Leases]:
     leases = Leases(1, bytes(16), registry, words)  # type: ignore[arg-type]
     yield leases
-    leases.close()
+    leases.stop()
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_a_callback_may_close(
     closed: SimpleQueue[str] = SimpleQueue()
 
     def close(lease: BlockLease, end: LeaseEnd) -> None:
-        leases.close()
+        leases.stop()
         closed.put(current_thread().name)
 
     leases.on_released(close)

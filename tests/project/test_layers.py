@@ -20,7 +20,7 @@ MAX_LINES = {
     "control": 3647,
     "debug": 798,
     "device": 1242,
-    "engine": 8192,
+    "engine": 8199,
     "execution": 3252,
     "hixl": 1090,
     "inspection": 1996,
@@ -33,12 +33,12 @@ MAX_LINES = {
     "planning": 5711,
     "recording": 1714,
     "run": 428,
-    "serving": 2995,
+    "serving": 3000,
     "system": 472,
     "tensors": 1092,
     "testing": 473,
     "transport": 8015,
-    "vllm": 2084,
+    "vllm": 2087,
 }
 """Lines of each room. Only a commit that says why may raise one."""
 

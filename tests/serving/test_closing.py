@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvplan import LLMException, LLMStatusCode
+from kvplan import BlockLease, LLMException, LLMStatusCode
 from kvplan.serving import Target
 from tests.serving.test_exchange import MakeWorker, failed
 from tests.serving.worker import Worker, reference
@@ -82,6 +82,66 @@ def test_a_request_that_a_stopped_producer_may_write_fails_only_after_its_last_b
     (result,) = consumer.exchange.take_results()
     assert failed(result, "the exchange is closed")
     assert not consumer.exchange.is_fetching
+    assert leases._callbacks == {}
+
+
+def test_the_end_of_the_engine_ends_the_wait_for_a_stopped_producer(
+    pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result comes when peers cannot reach the blocks any more."""
+    _, consumer = pair
+    words = consumer.engine._running().leases._words
+    transports = words._transports
+    stopped = {name: Stopped(each) for name, each in transports.items()}
+    monkeypatch.setattr(words, "_transports", stopped)
+    while not consumer.engine.leases():
+        select.select([], [], [], 0.001)
+    consumer.exchange.close()
+    assert consumer.exchange.take_results() == []
+    reached = []
+
+    def released(*_: object) -> None:
+        for transport in transports.values():
+            with pytest.raises(LLMException, match="the transport is closed"):
+                transport.begin_lease(0)
+            reached.append(transport)
+
+    consumer.engine.on_released(released)
+    consumer.engine.finalize()
+    (result,) = consumer.exchange.take_results()
+    assert failed(result, "the exchange is closed")
+    assert reached == list(transports.values())
+
+
+def test_a_request_has_no_result_while_its_engine_drains(
+    pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Producers may write until the end of `finalize`."""
+    _, consumer = pair
+    monkeypatch.setattr("kvplan.serving.puller._RELEASE_S", 0.001)
+    while not consumer.engine.leases():
+        select.select([], [], [], 0.001)
+    engine, release = consumer.engine._running(), consumer.engine.release
+    refused = []
+
+    def refuse(lease: BlockLease) -> None:
+        with pytest.raises(LLMException, match="finalized") as error:
+            release(lease)
+        refused.append(lease)
+        raise error.value
+
+    def drain() -> None:
+        consumer.exchange.cancel("mine")
+        while len(refused) < 2 and not consumer.exchange.wait(1):
+            pass
+        assert consumer.exchange.take_results() == []
+
+    monkeypatch.setattr(consumer.engine, "release", refuse)
+    monkeypatch.setattr(engine, "drain", drain)
+    consumer.engine.finalize()
+    assert consumer.exchange.wait(60_000)
+    (result,) = consumer.exchange.take_results()
+    assert failed(result, "the exchange is closed")
 
 
 def test_a_fetch_after_the_close_fails(pair: tuple[Worker, Worker]) -> None:

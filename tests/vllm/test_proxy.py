@@ -36,6 +36,7 @@ class Pretended:
         self.arrived = asyncio.Condition()
         self.cancelled = asyncio.Event()
         self.both = asyncio.Barrier(2)
+        self.decoding: set[str] = set()  # names that a decode server has been asked by
 
     def names(self) -> list[str]:
         return [name for name, _, _ in self.asked]
@@ -99,10 +100,15 @@ class Pretended:
         return stream
 
     async def read(self, name: str, request: web.Request) -> dict[str, Any]:
+        """Record a request; as vLLM, let a decode server refuse a name that is in use."""
         body: dict[str, Any] = await request.json()
         async with self.arrived:
             self.asked.append((name, body, request.headers["X-Request-Id"]))
             self.arrived.notify_all()
+        if name == "decode":
+            if request.headers["X-Request-Id"] in self.decoding:  # a cancelled one ends later
+                raise web.HTTPBadRequest(text="the name is in use")
+            self.decoding.add(request.headers["X-Request-Id"])
         return body
 
     async def never(self) -> web.StreamResponse:
@@ -371,7 +377,11 @@ def test_the_first_push_after_a_restart_of_the_prefill_server_is_fetched(refuses
         async with proxy_over([prefill], [decode], push=True) as client:
             await client.post()
             servers.asked.clear()
-            assert await client.post() == (200, "answer")
+            named = {"X-Request-Id": "mine"}
+            url, body = client.url + PATH, {"prompt": [1, 2]}
+            async with client.session.post(url, json=body, headers=named) as response:
+                assert (response.status, await response.text()) == (200, "answer")
+                assert response.headers["X-Request-Id"] == "mine"
             assert await client.post() == (200, "answer")
         asked = [body["kv_transfer_params"] for name, body, _ in servers.asked if name == "decode"]
         assert [params["kvplan"]["instance"] for params in asked] == ["aa", "bb", "bb"]
@@ -477,7 +487,7 @@ def test_a_port_that_is_taken_is_named(
         given = ["--prefill", "http://a:1", "--decode", "http://a:2", "--port", str(port)]
         monkeypatch.setattr(sys, "argv", ["proxy", *given])
         assert main() == 1
-    assert f"cannot listen on 127.0.0.1:{port}: " in caplog.text
+    assert f"cannot serve at 127.0.0.1:{port}: " in caplog.text
 
 
 @pytest.mark.parametrize(
