@@ -200,12 +200,13 @@ class TransferOperation(PairOperation):
         if not self._is_alone and (read.blocks is None or written.blocks is None):
             field = "src.blocks" if read.blocks is None else "dst.blocks"
             raise invalid(f"{field} is None; it must name blocks")
+        reinterpret = check_type("reinterpret", given.reinterpret, bool) or self.engine.reinterpret
         return structs.replace(
             given,
             src=structs.replace(read, cache=src.side, slot=src.slot),
             dst=structs.replace(written, cache=dst.side, slot=dst.slot),
             layers=self._layers_of(pair, src.side),
-            reinterpret=self.engine.reinterpret or given.reinterpret,
+            reinterpret=reinterpret,
         )
 
     def _kinds_of(self, pair: Pair) -> tuple[bool | None, bool, str]:

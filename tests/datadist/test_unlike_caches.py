@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -106,6 +108,37 @@ def test_an_option_turns_the_refusal_into_a_warning(
         assert len(caplog.messages) == 2  # another pair
     assert bits(user, cache) == bits(user, other) == [100, 101, 102, 103]
     assert user.metrics()["operations"]["pull_blocks"]["statuses"] == {"LLM_SUCCESS": 4}
+
+
+def test_the_option_does_not_hide_a_flag_that_is_not_a_bool(make_engine: MakeEngine) -> None:
+    owner, user = make_engine(1, listen=True), make_engine(2, **{"kvplan.unlike_caches": "warn"})
+    link(user, owner)
+    desc = CacheDesc(
+        2, (8, 4, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD", shard=Shard(num_layers=1)
+    )
+    key = CacheIndex(1, owner.allocate_blocks_cache(desc).cache_id)
+    own, other = (user.allocate_blocks_cache(desc) for _ in range(2))
+    read, written = Rows(key, [1]), Rows(own, [3])
+    for flag in ("no", 0, None):
+        wrong: Any = {"reinterpret": flag}
+        transfers = {
+            "pull": Transfer(read, written, **wrong),
+            "push": Transfer(written, read, **wrong),
+            "gather": Transfer([read], written, **wrong),
+            "copy": Transfer(Rows(other, [1]), written, **wrong),
+        }
+        requests = [*transfers.values(), *({name: part} for name, part in transfers.items())]
+        calls: list[Callable[[], object]] = [
+            partial(method, request)
+            for method in (user.run, user.submit, user.layered, user.plan)
+            for request in requests
+        ]
+        calls.append(partial(user.pull_blocks, key, own, [1], [3], **wrong))
+        calls.append(partial(user.push_blocks, own, key, [3], [1], **wrong))
+        for call in calls:
+            with pytest.raises(TypeError, match=f"reinterpret={flag!r} must be bool, not"):
+                call()
+    assert user.metrics()["in_flight"] == 0
 
 
 def test_the_option_accepts_two_words(make_engine: MakeEngine) -> None:
