@@ -108,6 +108,15 @@ def test_a_recording_begins_with_its_first_existing_file(tmp_path):
     assert not any(isinstance(row, Dropped) for row in recording)
 
 
+def test_a_recording_whose_next_file_has_not_begun_is_read(tmp_path):
+    """The writer renames a full file before it makes the next one."""
+    path = tmp_path / "a.kvrec"
+    with recorder(path) as writer:
+        record(writer, PLAN, "one")
+    path.rename(f"{path}.1")
+    assert tags(path) == ["one"]
+
+
 def test_a_recording_has_the_header_of_its_oldest_file(tmp_path):
     path = tmp_path / "a.kvrec"
     with recorder(path, max_bytes=SMALLEST, files=4) as writer:
