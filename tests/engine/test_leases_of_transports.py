@@ -243,6 +243,29 @@ def test_a_move_that_fails_leaves_the_leases_where_they_are(
     assert [item.standing for item in words] == [{}, {}]
 
 
+@pytest.mark.parametrize("end", list(LeaseEnd))
+def test_a_moved_lease_is_published_until_its_end(
+    leases: Leases, registry: CacheRegistry, blocks: Cache, end: LeaseEnd
+) -> None:
+    """Peers keep the places of a limited number of moved leases."""
+    ended: SimpleQueue[LeaseEnd] = SimpleQueue()
+    leases.on_released(lambda _, end: ended.put(end))
+    leases.begin(blocks, [1], "", 1e9)
+    (moved,) = leases.move(blocks, {1: 5}, None, follow=True)
+    assert registry.moved_leases == {moved.lease_id: moved}
+    match end:
+        case LeaseEnd.RELEASED:
+            leases.end(moved)
+        case LeaseEnd.EXPIRED:
+            leases.renew(moved, 1e-6)
+        case LeaseEnd.CACHE_FREED:
+            leases.end_cache(blocks.cache_id)
+        case LeaseEnd.MOVED:
+            leases.move(blocks, {5: 6}, None, follow=False)
+    assert ended.get(timeout=WAIT_S) is end
+    assert registry.moved_leases == {}
+
+
 def test_a_lease_is_released_or_renewed_while_it_moves(
     leases: Leases, words: list[Words], blocks: Cache
 ) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from itertools import groupby
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from kvnative._host import Arena
-from kvplan import LLMStatusCode
-from kvplan.engine.pools import Pool, PoolConfig
+from kvplan import LLMStatusCode, Placement
+from kvplan.engine.pools import Pool, PoolConfig, Pools
 from tests.support.refusals import refused
 
 from .caches import tried
@@ -102,6 +103,18 @@ def test_the_whole_pool_can_be_taken_again_and_again():
 def test_a_part_of_a_page_is_not_used():
     array = Pool(Arena(2 * PAGE + 7), page_shift=10)
     assert array.nbytes == array.free_nbytes == 2 * PAGE
+
+
+@pytest.mark.parametrize("pages", ["auto", "collapse"])
+def test_no_huge_page_is_made_for_pools_that_are_closed(monkeypatch, pages):
+    background = Mock()
+    monkeypatch.setattr("kvplan.engine.pools.background_pages", lambda: background)
+    pools = Pools([], {Placement.HOST: PoolConfig(1 << 16)}, pages=pages)
+    pools.take(Placement.DEVICE, 100)  # without a pool: an allocation of its own
+    begun = {call.args[1] for call in background.add.call_args_list}
+    assert len(begun) == (pages == "collapse")
+    pools.close()
+    assert {call.args[0] for call in background.cancel.call_args_list} == begun
 
 
 def test_a_span_outlives_its_pool():

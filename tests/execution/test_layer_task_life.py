@@ -7,9 +7,11 @@ import random
 import subprocess
 import sys
 import warnings
+import weakref
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,6 +28,20 @@ from tests.support.wrappers import delay, fail_at, limit_batch
 def transfers():
     with Transfers(2) as made:
         yield made
+
+
+def test_a_task_without_a_handle_keeps_no_memory(transfers, monkeypatch):
+    """An interrupt may come between the native task and its handle."""
+    source, target = filled(1), filled(2)
+    freed = [weakref.ref(held) for held in (*source, *target)]
+    monkeypatch.setattr("kvplan.execution.transfers.LayerTask", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        transfers.layered(PLAN, source, target)
+    monkeypatch.undo()  # the mock holds its arguments
+    del source, target
+    transfers.execute(PLAN, filled(1), filled(2))
+    gc.collect()
+    assert all(held() is None for held in freed)
 
 
 class TestOnLast:

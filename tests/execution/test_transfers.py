@@ -14,7 +14,7 @@ from kvplan.execution.memory import memory_of
 from kvplan.transport.local import LocalTransport
 from tests.support.lines import interrupted
 from tests.support.refusals import refused
-from tests.support.wrappers import delay, limit_bandwidth
+from tests.support.wrappers import delay, fail_at, limit_bandwidth
 
 DESC = CacheDesc(1, (4, 100), DataType.DT_UINT8)
 PLAN = kvplan.plan(Transfer(Rows(DESC, [0]), Rows(DESC, [3])), local="dst")
@@ -97,6 +97,20 @@ class TestUnusable:
 def test_a_value_that_is_not_a_plan_is_refused(call, plan):
     with Transfers(1) as transfers, pytest.raises(TypeError, match="plan="):
         call(transfers, plan, tensors(), tensors())
+
+
+def test_a_wrapper_sees_the_reads_of_a_verification():
+    src = tensors()
+    with (
+        Transfers(1, lambda backend: fail_at(backend, 0)) as transfers,
+        LocalTransport() as transport,
+    ):
+        base = transport.register(src[0]).address
+        with transport.connect(transport.metadata()) as link:
+            memory = link.memory([base], DESC.tensor_nbytes)
+            memory.in_process = False  # as memory of another process
+            with refused(LLMStatusCode.LLM_FAILED, "was made to fail"):
+                transfers.verify(PLAN, memory, memory_of("dst", tensors()))
 
 
 def test_closing_ends_transfers_to_peers_and_inside():

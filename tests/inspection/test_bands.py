@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, Coalesce, DataType, KvCacheExtParam, Plan, Rows, Transfer
+from kvplan import CacheDesc, Coalesce, DataType, KvCacheExtParam, Plan, Rows, Shard, Transfer
 from kvplan.inspection.bands import Bands, Places
 from kvplan.inspection.svg import layer_texts
 from kvplan.planning.contents import tokens_of
@@ -56,6 +56,19 @@ def test_a_band_of_segments_of_several_heads_names_all_of_them() -> None:
     plan = kvplan.plan(Transfer(Rows(src, [1]), Rows(dst, [2])), local="dst")
     assert len(plan.part.segments) == 3
     assert Bands(plan.part).text(range(1)).split("; ")[1] == "heads 0..2"
+
+
+@pytest.mark.parametrize("row_stride", [None, 300, 320])
+def test_a_band_names_its_head_in_blocks_that_lie_apart(row_stride: int | None) -> None:
+    one, three = (
+        CacheDesc(
+            2, (4, len(heads), 5, 8), DataType.DT_FLOAT16, kv_tensor_format="block head token dim",
+            shard=Shard(heads=heads, num_heads=3), row_stride=apart,
+        )
+        for heads, apart in ((range(1, 2), None), (range(3), row_stride))
+    )  # fmt: skip
+    plan = kvplan.plan(Transfer(Rows(one, [1]), Rows(three, [2])), local="dst")
+    assert Bands(plan.part).text(range(1)).split("; ")[1] == "head 1"
 
 
 def test_each_layer_names_its_tensors_and_separate_keys_and_values() -> None:

@@ -73,6 +73,21 @@ def test_blocks_of_another_size_are_named() -> None:
     assert "cache: src.shape: (64, 4, 2, 8) -> (64, 2, 2, 8)" in found
 
 
+def test_a_run_has_a_size_unless_it_is_a_whole_block_at_the_destination() -> None:
+    small, large = (
+        CacheDesc(4, (64, tokens, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
+        for tokens in (2, 4)
+    )
+    whole, halves = (
+        kvplan.plan(Transfer(Rows(small, blocks), Rows(large, [3])), local="dst")
+        for blocks in ([1, 2], [1, 5])
+    )
+    first, extra, *_ = compare(whole, halves)
+    assert first.endswith("run 0: block 1-2 > block 3 in A, and layer 0, run 0: block 1 > block 3, "
+                          "64 B in B")  # fmt: skip
+    assert extra.endswith("run 1: block 5 > block 3+0x40, 64 B")
+
+
 def test_parts_do_not_matter() -> None:
     """A plan with other parts that moves the same bytes is equal."""
     part = GOOD.part

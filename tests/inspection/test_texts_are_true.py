@@ -74,6 +74,16 @@ def test_executing_the_rows_of_a_table_fulfils_the_request(
         assert_narrow(text)
 
 
+def test_the_number_of_the_last_row_fits_its_column() -> None:
+    """The first of three runs has the highest offsets, and the last tensor has runs 9 to 11."""
+    desc = CacheDesc(4, (16, 64), DataType.DT_FLOAT16)
+    transfer = Transfer(Rows(desc, [9, 5, 1]), Rows(desc, [8, 4, 2]), coalesce=Coalesce.NONE)
+    plan = kvplan.plan(transfer, local="dst")
+    lines = plan.explain("table", limit=None).splitlines()
+    assert lines[-1].startswith("11 ")
+    assert {*map(len, lines)} == {len(lines[0])}
+
+
 @given(unlike_transfers(), coalescings, limits)
 def test_executing_a_table_of_unlike_caches_fulfils_the_request(transfer, how, limit) -> None:  # type: ignore[no-untyped-def]
     plan = planned(transfer, how)

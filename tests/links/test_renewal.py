@@ -242,6 +242,26 @@ def test_the_end_of_the_link_ends_a_renewal(pair: Pair) -> None:
     assert refusal_of(two).status_code == LLMStatusCode.LLM_NOT_YET_LINK
 
 
+def test_a_renewal_that_has_failed_waits_for_no_peer(pair: Pair) -> None:
+    """It would keep the link in memory."""
+    one, two = pair.connections
+    two.begins.clear()
+    renewals = pair.one.links.get(2).renewals
+    assert renewals is not None
+
+    async def ended() -> None:
+        async with asyncio.timeout(5):
+            await asyncio.gather(*renewals._background)
+
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(refusal_of, one)
+        two.wait_until(lambda: two.opened == [1])
+        pair.one.links.unlink([2], 5000, force=True).raise_for_status()
+        asking.result(DEADLINE_S)
+        renewals._control.run(ended())
+        two.begins.set()
+
+
 def test_finalize_while_a_renewal_waits_for_the_peer(pair: Pair) -> None:
     one, two = pair.connections
     two.holds.clear()

@@ -54,6 +54,15 @@ def test_keys_and_values_outside_of_blocks():
     assert desc.batch_size == 5
 
 
+@pytest.mark.parametrize("axes", [np.s_[:, None], np.s_[:, :, None]])
+@pytest.mark.parametrize("layout", [NHD, None])
+def test_an_axis_that_numpy_adds_stays_in_its_place(axes, layout):
+    added = np.zeros((5, 4, 8), np.float32)[axes]
+    assert 0 in added.strides
+    desc = CacheDesc.from_tensors([added], layout)
+    assert (desc.shape, desc.kv_tensor_format) == (added.shape, layout)
+
+
 def test_strides_of_a_dimension_of_length_1_are_ignored():
     odd = np.lib.stride_tricks.as_strided(array()[:, :, :1].copy(), (5, 4, 1, 8), (128, 32, 4, 4))
     assert str(CacheDesc.from_tensors([odd], NHD).layout) == NHD

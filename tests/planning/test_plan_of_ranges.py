@@ -55,7 +55,8 @@ def test_each_pair_of_tensors_is_a_part_of_the_ranges_between_them(pulls: bool) 
     first = "local {}, remote {}, 16 bytes".format(
         *["[0x1080, 0x1090)", "[0x5020, 0x5030)"][:: -1 if pulls else 1]
     )
-    assert plan.missing_text([(1, 3)]) == f"; the first that is not confirmed: {first}"
+    for unconfirmed in ([(1, 3)], [(1, 2), (2, 3)]):
+        assert plan.missing_text(unconfirmed) == f"; the first that is not confirmed: {first}"
     assert plan.missing_text([]) == ""
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvplan import KvCacheExtParam, LlmDataDist, LlmRole, Rows, Shard, Transfer
+from kvplan import DataType, KvCacheExtParam, LlmDataDist, LlmRole, Rows, Shard, Transfer
 from kvplan.tensors.states import Columns, convolution_caches, rank_heads, recurrent_cache
 from tests.support.refusals import refused
 
@@ -156,6 +156,15 @@ def test_each_layer_has_all_of_its_positions(columns_first: bool) -> None:
             engine.run(Transfer(Rows(read, [1]), Rows(written, [2]), layers=layers))
     np.testing.assert_array_equal(mine[0][2], theirs[1][1])
     assert not any(state.any() for state in (mine[0][:2], *mine[1:]))
+
+
+def test_elements_of_two_bytes_may_be_bfloat16() -> None:
+    """NumPy has no such type, so the tensors do not name theirs."""
+    conv, ssm = np.zeros((2, 3, 16), np.uint16), np.zeros((2, 4, 4, 8), np.uint16)
+    bf16 = DataType.DT_BF16
+    (x,) = convolution_caches([conv], {"x": Columns(4, 4)}, 0, 1, data_type=bf16).values()
+    state = recurrent_cache([ssm], 4, 0, 1, data_type=bf16)
+    assert [cache.desc.data_type for cache in (x, state)] == [bf16] * 2
 
 
 def test_the_heads_of_a_rank() -> None:

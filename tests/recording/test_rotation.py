@@ -108,6 +108,15 @@ def test_a_recording_begins_with_its_first_existing_file(tmp_path):
     assert not any(isinstance(row, Dropped) for row in recording)
 
 
+def test_a_recording_whose_next_file_has_not_begun_is_read(tmp_path):
+    """The writer renames a full file before it makes the next one."""
+    path = tmp_path / "a.kvrec"
+    with recorder(path) as writer:
+        record(writer, PLAN, "one")
+    path.rename(f"{path}.1")
+    assert tags(path) == ["one"]
+
+
 def test_a_recording_has_the_header_of_its_oldest_file(tmp_path):
     path = tmp_path / "a.kvrec"
     with recorder(path, max_bytes=SMALLEST, files=4) as writer:
@@ -279,7 +288,9 @@ def test_a_recording_that_cannot_begin_leaves_earlier_files_in_place(tmp_path, f
     for _ in range(3):
         with pytest.raises(OSError, match="no space"):
             RotatingFile(path, full, max_bytes=SMALLEST, files=files)
-    assert [tags(each) for each in sorted(tmp_path.iterdir())] == [["two"], ["one"]][:files]
+    paths = [path, Path(f"{path}.1")][:files]
+    assert sorted(tmp_path.iterdir()) == paths
+    assert [*map(tags, paths)] == [["two"], ["one"]][:files]
 
 
 def test_a_file_that_cannot_be_renamed_leaves_all_files_in_place(tmp_path, monkeypatch):
@@ -297,7 +308,9 @@ def test_a_file_that_cannot_be_renamed_leaves_all_files_in_place(tmp_path, monke
     monkeypatch.setattr(Path, "rename", refuse)
     with pytest.raises(PermissionError, match="no"):
         recorder(path, files=2)
-    assert [tags(each) for each in sorted(tmp_path.iterdir())] == [["two"], ["one"]]
+    paths = [path, Path(f"{path}.1")]
+    assert sorted(tmp_path.iterdir()) == paths
+    assert [*map(tags, paths)] == [["two"], ["one"]]
 
 
 def test_without_a_thread_earlier_files_stay_in_place():

@@ -37,6 +37,7 @@ def test_open_requests_fail_and_are_not_written_any_more(pair: tuple[Worker, Wor
     assert failed(result, "the exchange is closed")
     assert result.blocks == [7, 1, 30]
     assert consumer.engine.leases() == []
+    assert not consumer.engine._running().leases._callbacks  # which would keep the request
     consumer.compute(13, [7, 1, 30], 21)
     producer.step(11, [4, 9, 2], 8, 21, 21, NAME)
     producer.exchange.close()

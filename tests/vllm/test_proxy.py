@@ -65,6 +65,12 @@ class Pretended:
         await self.read("hangs", request)
         return await self.never()
 
+    async def disconnects(self, request: web.Request) -> web.Response:
+        await self.read("disconnects", request)
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
     async def prefill_pushes(self, request: web.Request) -> web.StreamResponse:
         """Answer a transfer only after the decode server has a request, too."""
         body = await self.read("prefill", request)
@@ -234,6 +240,18 @@ def test_a_server_that_failed_is_asked_last_for_a_while() -> None:
     assert [list(servers.turn()) for _ in range(2)] == [["b", "a"]] * 2
     now = 60.0
     assert [list(servers.turn()) for _ in range(2)] == [["a", "b"], ["b", "a"]]
+
+
+def test_a_decode_server_that_failed_is_asked_last() -> None:
+    """Otherwise every request in its turn waits for it again."""
+
+    async def run() -> None:
+        servers = Pretended()
+        async with proxy_over([servers.prefill], [servers.disconnects, servers.decode]) as client:
+            assert [await client.post() for _ in range(4)] == [WHOLE] * 4
+        assert servers.names().count("disconnects") == 1
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("kind", ["fails", "keeps_nothing", "is_another"])
