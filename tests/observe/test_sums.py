@@ -257,6 +257,17 @@ def test_a_tag_that_is_used_again(pair: Pair, capsys: pytest.CaptureFixture[str]
     assert pair.sums(capsys, 0).count("6 sums equal") == 3
 
 
+def test_a_push_without_sums_has_not_those_of_an_earlier_one(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Memory that is not registered has no sums."""
+    pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS), "WRITE")
+    pair.hand_over()
+    pair.agent.deregister_memory(pair.registered)
+    pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS), "WRITE")
+    assert pair.sums(capsys, 0).count("transfer #") == 1
+
+
 def test_without_the_sums_of_the_owner(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     pair.hand_over("cmpl-8")
     pair.move([1], [2])
