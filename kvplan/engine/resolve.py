@@ -200,7 +200,9 @@ class TransferOperation(PairOperation):
         if not self._is_alone and (read.blocks is None or written.blocks is None):
             field = "src.blocks" if read.blocks is None else "dst.blocks"
             raise invalid(f"{field} is None; it must name blocks")
-        reinterpret = check_type("reinterpret", given.reinterpret, bool) or self.engine.reinterpret
+        reinterpret = given.reinterpret  # which the planner checks
+        if reinterpret is False:
+            reinterpret = self.engine.reinterpret
         return structs.replace(
             given,
             src=structs.replace(read, cache=src.side, slot=src.slot),

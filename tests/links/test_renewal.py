@@ -243,7 +243,7 @@ def test_the_end_of_the_link_ends_a_renewal(pair: Pair) -> None:
 
 
 def test_a_renewal_that_has_failed_waits_for_no_peer(pair: Pair) -> None:
-    """It would keep the link in memory."""
+    """A wait keeps the link in memory."""
     one, two = pair.connections
     two.begins.clear()
     renewals = pair.one.links.get(2).renewals
