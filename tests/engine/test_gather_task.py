@@ -385,3 +385,38 @@ def caught(task: GatherTask, timeout_ms: float) -> GatherError:
     with pytest.raises(GatherError) as error:
         task.wait(timeout_ms)
     return error.value
+
+
+class Notice:
+    """A notification to a peer. The interrupted one raises the first time."""
+
+    def __init__(self, *, interrupted: bool = False) -> None:
+        self.outcomes: list[BaseException | None] = []
+        self._interrupted = interrupted
+
+    def finish(self, error: BaseException | None) -> None:
+        self.outcomes.append(error)
+        if self._interrupted and len(self.outcomes) == 1:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("victim", range(3))
+def test_an_interrupted_notification_is_a_failure(victim: int) -> None:
+    """The peers without an outcome learn of the failure, as with a single peer."""
+    told = [Notice(interrupted=index == victim) for index in range(3)]
+    notices = GatherNotices(cast(Any, None), "gather_blocks", {"notify": b"done"})
+    notices._operations = cast(Any, dict(enumerate(told)))
+    task = gather(Source(), on_outcome=notices.finish)
+    cast(Source, task.tasks[0]).end()
+    task._num_unsettled = 1  # nothing else settles the task
+    with pytest.raises(KeyboardInterrupt):
+        task.wait()
+    for _ in range(2):
+        with refused("LLM_FAILED", "gather_blocks: interrupted after the last byte"):
+            task.wait()
+    for index, notice in enumerate(told):
+        sent = [None] if index <= victim else []
+        failures = notice.outcomes[len(sent) :]
+        assert notice.outcomes[: len(sent)] == sent
+        assert len(failures) == (index >= victim)
+        assert all(isinstance(error, LLMException) for error in failures)
