@@ -35,7 +35,8 @@ class GatherNotices:
         self._operation = operation
         self._operations: dict[PeerLink, Operation] = {}  # each keeps its link until it ends
         self._mutex = Mutex()
-        self._error: LLMException | None = None
+        self._error: LLMException | None = None  # of a notification, or `_interrupted`
+        self._interrupted: LLMException | None = None
 
     def add(self, operations: Sequence[TransferOperation]) -> None:
         """Add the linked peers of operations; raise if an operation's link refuses the notice."""
@@ -54,16 +55,25 @@ class GatherNotices:
                 # Otherwise the link has ended: `find_peer` raises why.
 
     def finish(self, error: BaseException | None) -> None:
-        """Send the outcome to the peers once; a concurrent call waits for the first."""
+        """Send the outcome to the peers once; a concurrent call waits for the first.
+
+        After an interrupt the outcome is a failure, which the next call sends to the other peers.
+        """
         with self._mutex:
-            for link in list(self._operations):
-                try:
-                    self._operations.pop(link).finish(error)
-                except LLMException as failure:
-                    self._error = self._error or LLMException(
-                        f"{self._operation}: {message_of(failure).removeprefix('notify: ')}",
-                        status_code=failure.status_code,
-                    )
+            try:
+                for link, operation in list(self._operations.items()):
+                    try:
+                        operation.finish(error or self._interrupted)
+                    except LLMException as failure:
+                        self._error = self._error or LLMException(
+                            f"{self._operation}: {message_of(failure).removeprefix('notify: ')}",
+                            status_code=failure.status_code,
+                        )
+                    del self._operations[link]
+            except BaseException:
+                text = f"{self._operation}: interrupted after the last byte"
+                self._error = self._interrupted = LLMException(text)
+                raise
         if error is None and self._error is not None:
             raise without_frames(self._error)
 

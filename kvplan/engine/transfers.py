@@ -303,7 +303,10 @@ class TransferOperations(OperationRunner):
             elif report is not None or notices.any:
                 task.settle_by(partial(completion.track, report=report, aside=notices.any))
         except BaseException:  # even an interrupt: the caller has no task to cancel
-            task.drop()
+            try:
+                task.cancel()
+            finally:  # despite a second interrupt
+                task.drop()
             raise
         return task
 

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from kvnative._backend import KVN_OK
-from kvnative._signals import Mutex
+from kvnative._signals import Mutex, signals_deferred
 from kvplan.execution.awaitable import AwaitableTask
 from kvplan.execution.completion import completion_thread, run_aside
 from kvplan.execution.task import StoppedError
@@ -82,7 +82,7 @@ class GatherTask(AwaitableTask):
 
         If one source fails, the others are stopped: after an error nothing moves, and blocks of
         the destination may be written in part. An interrupt (Ctrl-C) ends the call, but not the
-        transfer.
+        transfer. During a verification or notification after the last byte, the transfer fails.
 
         Args:
             timeout_ms: milliseconds for all sources together, >= 0; None waits forever.
@@ -100,11 +100,12 @@ class GatherTask(AwaitableTask):
         end = inf if timeout_ms is None else perf_counter() + float(timeout_ms) / 1000
         try:
             self._follow()
-            for task in self.tasks.values():
-                if not task.wait_done(_left_ms(end)):  # copies, too
+            if not self.wait_done(_left_ms(end)):  # copies, too
+                with signals_deferred:
                     self._given_up = True
-                    with suppress(LLMException):
-                        task.wait(0)
+                    for task in self.tasks.values():
+                        with suppress(LLMException):
+                            task.wait(0)
             is_late = timeout_ms is not None and not self._given_up and not self._settles_by(end)
             errors = {} if is_late else self._errors()
         except LLMException:  # no thread is left
@@ -124,8 +125,9 @@ class GatherTask(AwaitableTask):
 
     def cancel(self, reason: LLMException | None = None) -> None:
         """Stop sources that have not ended; after this call no byte is read or written."""
-        self._given_up = True
-        self._stop(reason)
+        with signals_deferred:
+            self._given_up = True
+            self._stop(reason)
 
     def explain(self) -> str:
         """Return the progress of each source as text."""
@@ -172,16 +174,19 @@ class GatherTask(AwaitableTask):
             self._on_outcome(KeyboardInterrupt())  # sends nothing to the peers
 
     def _follow(self) -> None:
-        if self.tasks and self._num_unsettled is None:
+        if self._num_unsettled is not None:
+            return
+        if self.tasks:
             completion_thread()  # first, since it fails without a free thread
-        with self._mutex:
-            if self._num_unsettled is not None:
-                return
-            self._num_unsettled = len(self.tasks)
-        for task in list(self.tasks.values()):
-            task.when_settled(partial(self._note_source, task))
-        if not self.tasks:
-            self._conclude()
+        with signals_deferred:
+            with self._mutex:
+                if self._num_unsettled is not None:
+                    return  # type: ignore[unreachable]  # set by another thread
+                self._num_unsettled = len(self.tasks)
+            for task in list(self.tasks.values()):
+                task.when_settled(partial(self._note_source, task))
+            if not self.tasks:
+                self._conclude()
 
     def _note_source(self, task: TransferTask) -> None:
         """Count an outcome; stop the other sources if this one has failed."""

@@ -151,7 +151,10 @@ class TransferTask(NativeTask):
         return self.native.wait(timeout_ms, False).status != KVN_PENDING
 
     def wait(self, timeout_ms: float | None = None, *, stop: bool = True) -> None:
-        """Wait until every byte has arrived. An interrupt (Ctrl-C) ends the call, not the transfer.
+        """Wait until every byte has arrived.
+
+        An interrupt (Ctrl-C) ends the call, not the transfer. During a verification or notification
+        after the last byte, the transfer fails: LLM_FAILED, "interrupted after the last byte".
 
         Args:
             timeout_ms: milliseconds, >= 0; None waits forever.

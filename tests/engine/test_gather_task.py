@@ -29,9 +29,11 @@ from kvplan import (
     plan,
 )
 from kvplan.engine.gather import GatherNotices, Several
+from kvplan.engine.transfers import TransferOperations
 from kvplan.execution.awaitable import AwaitableTask
 from kvplan.execution.completion import Tracker
 from kvplan.execution.task import TransferTask
+from tests.support.interrupts import Interrupts
 from tests.support.refusals import refused
 from tests.support.wrappers import fail_at
 
@@ -293,3 +295,128 @@ def test_a_limited_wait_after_a_failed_source_does_not_say_that_the_bytes_arrive
         with refused("LLM_FAILED", "1 of 2 sources failed"):
             task.wait()
         tracker.close(20)
+
+
+class Held(Source):
+    """A source that ends only if it is stopped, in a wait that a first Ctrl-C interrupts."""
+
+    def wait_done(self, timeout_ms: float) -> bool:
+        if not self.done:
+            raise KeyboardInterrupt
+        return True
+
+
+def test_a_second_interrupt_of_a_call_that_waits_leaves_no_bytes_moving() -> None:
+    """The second interrupt is anywhere; before the wait, it is the only one."""
+    runner, interrupts, begun = (
+        object.__new__(TransferOperations),
+        Interrupts("/kvplan/"),
+        list[Held](),
+    )
+
+    def submit() -> TransferTask:
+        begun.append(Held())
+        return cast(TransferTask, begun[-1])
+
+    def begin(task: GatherTask, _: object) -> None:
+        for index in range(3):
+            task.begin(index, f"source {index}", submit)
+
+    several: Any = SimpleNamespace(
+        name="pull_blocks",
+        by_layer=False,
+        notices=SimpleNamespace(any=False),
+        operations=[SimpleNamespace(follows_up=False)],
+        engine=SimpleNamespace(completion=None),
+        limited=lambda: LONG_MS,
+        begin=begin,
+    )
+    while interrupts.call(lambda: runner._begin(several, waits=True)):
+        assert all(source.done for source in begun), interrupts.place
+        begun.clear()
+    assert interrupts.place > 20
+
+
+@pytest.mark.parametrize("way", ["settled", "callback"])
+def test_an_interrupted_follow_loses_no_source(way: str) -> None:
+    """After an interrupt anywhere in the first call, later calls find the end."""
+    interrupts, goes_on = Interrupts("/kvplan/execution/gather_task.py"), True
+    while goes_on:
+        sources = [Source() for _ in range(3)]
+        task = gather(*sources)
+        goes_on = interrupts.call(lambda task=task: task.settled)
+        settled = Event()
+        if way == "callback":
+            task.when_settled(settled.set)
+        for source in sources:
+            source.end()
+        assert settled.wait(WAIT_S) if way == "callback" else task.settled, interrupts.place
+    assert interrupts.place > 5
+
+
+def test_an_interrupted_timeout_stops_all_sources_or_none() -> None:
+    """If none is stopped, a failure still stops the others."""
+    interrupts, goes_on = Interrupts("/kvplan/execution/gather_task.py"), True
+    ends = set[bool]()
+    while goes_on:
+        sources = [Stoppable() for _ in range(3)]
+        task = gather(*sources)
+        goes_on = interrupts.call(lambda task=task: caught(task, 0))
+        (stopped,) = {source.done for source in sources}
+        ends.add(stopped)
+        if not stopped:
+            task.when_settled(lambda: None)
+            sources[0].end(LOST)
+            assert sources[2].told.wait(WAIT_S), interrupts.place
+    assert ends == {True, False}
+
+
+class Stoppable(Source):
+    """A source that a wait with a timeout stops."""
+
+    def wait(self, timeout_ms: float | None = None) -> None:
+        if timeout_ms is not None:
+            self.end(TIMEOUT)
+        super().wait()
+
+
+def caught(task: GatherTask, timeout_ms: float) -> GatherError:
+    """Wait for a task that fails, and return its error."""
+    with pytest.raises(GatherError) as error:
+        task.wait(timeout_ms)
+    return error.value
+
+
+class Notice:
+    """A notification to a peer. The interrupted one raises the first time."""
+
+    def __init__(self, *, interrupted: bool = False) -> None:
+        self.outcomes: list[BaseException | None] = []
+        self._interrupted = interrupted
+
+    def finish(self, error: BaseException | None) -> None:
+        self.outcomes.append(error)
+        if self._interrupted and len(self.outcomes) == 1:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("victim", range(3))
+def test_an_interrupted_notification_is_a_failure(victim: int) -> None:
+    """The peers without an outcome learn of the failure, as with a single peer."""
+    told = [Notice(interrupted=index == victim) for index in range(3)]
+    notices = GatherNotices(cast(Any, None), "gather_blocks", {"notify": b"done"})
+    notices._operations = cast(Any, dict(enumerate(told)))
+    task = gather(Source(), on_outcome=notices.finish)
+    cast(Source, task.tasks[0]).end()
+    task._num_unsettled = 1  # nothing else settles the task
+    with pytest.raises(KeyboardInterrupt):
+        task.wait()
+    for _ in range(2):
+        with refused("LLM_FAILED", "gather_blocks: interrupted after the last byte"):
+            task.wait()
+    for index, notice in enumerate(told):
+        sent = [None] if index <= victim else []
+        failures = notice.outcomes[len(sent) :]
+        assert notice.outcomes[: len(sent)] == sent
+        assert len(failures) == (index >= victim)
+        assert all(isinstance(error, LLMException) for error in failures)
