@@ -50,22 +50,26 @@ def read(path: str | os.PathLike[str]) -> Recording:
 def _files_of(path: Path, opened: ExitStack) -> dict[int, tuple[Header, int]]:
     """Return header and descriptor of each file of the recording at `path`, by file number."""
     found: dict[int, tuple[Header, int]] = {}
-    recording = ""
+    recording, is_gap = "", False
     # From newest to oldest: a file that the writer renames is then seen twice, not missed.
     for number in range(_MAX_FILES):
         try:
             fd = _open(Path(f"{path}.{number}") if number else path, opened)
         except FileNotFoundError:
-            if number:
+            if is_gap:
                 break
-            continue  # the writer has renamed it, and is about to make the next one
+            is_gap = True  # the writer may have renamed the file to the next name just now
+            continue
         head = _header_of(fd)
         if head is None and number == 0:
             begin = os.pread(fd, len(MAGIC), 0)
             if not MAGIC.startswith(begin):
                 raise invalid(f"{path} is not a recording of kvplan: it begins with {begin!r}")
         if head is not None and head.recording == (recording := recording or head.recording):
+            if is_gap and found and head.file < min(found) - 1:
+                break  # a file was removed: the recording begins behind it
             found.setdefault(head.file, (head, fd))
+            is_gap = False
     if not found:
         _open(path, opened)  # raises if the file does not exist
         raise invalid(f"{path} has no row yet: nothing is recorded")

@@ -31,7 +31,7 @@ MAX_LINES = {
     "nixl": 1851,
     "observe": 1669,
     "planning": 5711,
-    "recording": 1714,
+    "recording": 1718,
     "run": 428,
     "serving": 3000,
     "system": 472,

@@ -108,6 +108,22 @@ def test_a_recording_begins_with_its_first_existing_file(tmp_path):
     assert not any(isinstance(row, Dropped) for row in recording)
 
 
+@pytest.mark.parametrize("gap", [1, 2, 3])
+def test_a_recording_is_read_while_its_files_are_renamed(tmp_path, gap):
+    """The writer renames the oldest file first: one name is free at any time."""
+    path = tmp_path / "a.kvrec"
+    with recorder(path, max_bytes=SMALLEST, files=100) as writer:
+        for number in range(3000):
+            record(writer, PLAN, f"{number}")
+            if number % 100 == 0:
+                writer.flush()
+    oldest = max(int(name.suffix[1:]) for name in tmp_path.glob("a.kvrec.*"))
+    assert oldest >= 3
+    for number in range(oldest, gap - 1, -1):
+        Path(f"{path}.{number}").rename(f"{path}.{number + 1}")
+    assert [row.tag for row in read(path)] == [*map(str, range(3000))]
+
+
 def test_a_recording_whose_next_file_has_not_begun_is_read(tmp_path):
     """The writer renames a full file before it makes the next one."""
     path = tmp_path / "a.kvrec"
