@@ -91,6 +91,7 @@ def test_the_blocks_of_a_request_that_fails_are_named(prefill: Peer, decode: Vll
     params = start(prefill, [6, 1, 3])
     decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0])
     assert decode.results() == (set(), {"d1"}, set())
+    assert prefill.run("result = worker.results()") == ({"p1"}, set(), set())  # its blocks are free
     decode.fetch(decode.request("d2", PROMPT, params), [2, 5, 7], computed=32)
     assert decode.results() == (set(), {"d2"}, {5, 7})
     decode.fetch(decode.request("d3", PROMPT, params), [2, 5, 7], computed=40)
@@ -133,13 +134,13 @@ def test_both_sides_count(prefill: Peer, decode: VllmWorker) -> None:
     params = start(prefill, [6, 1, 3])
     decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0], computed=32)
     decode.results()
+    prefill.run("result = worker.results()")  # the blocks are free
     decode.fetch(decode.request("d2", PROMPT, params), [2, 5, 7])
     decode.results()
     data = decode.worker.take_figures().data
     assert (data["tokens"], data["failed"]) == ([38], {"kv_cache_not_exist": 1})
     assert data["nbytes"] == [2 * 2 * 2 * 2 * 32 * 4 * 4]  # blocks, layers, heads, keys and values
     assert decode.worker.take_figures().is_empty
-    prefill.run("result = worker.results()")
     data = prefill.run("result = worker.worker.take_figures().data")
     assert (data["offered"], data["freed"], data["expired"]) == (1, 1, 0)
 
