@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -17,7 +14,7 @@ pytest.importorskip("aiohttp")  # the extra `test` has it; vLLM brings it to use
 import aiohttp
 from aiohttp import web
 
-from kvplan.vllm.proxy import Proxy, Servers, arguments, main
+from kvplan.vllm.proxy import Proxy, Servers
 from tests.support.ports import free_port
 
 PATH = "/v1/completions"
@@ -464,48 +461,6 @@ def test_health_needs_a_decode_server(prefill_is_up: bool) -> None:
             assert list((await response.json()).values()) == [prefill_is_up, not prefill_is_up]
 
     asyncio.run(run())
-
-
-def test_without_aiohttp_the_proxy_names_the_installation() -> None:
-    code = "import sys; sys.modules['aiohttp'] = None; import kvplan.vllm.proxy"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "ImportError: kvplan.vllm.proxy needs aiohttp" in run.stderr
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["127.0.0.1:8100", "ftp://a", "http://a/v1", "http://a:65536", "http://a:0", "http://[a"],
-)
-def test_an_invalid_url_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        arguments(["--prefill", url, "--decode", "http://a:1"])
-    assert "must be like http://127.0.0.1:8100" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("option", "allowed"),
-    [
-        *((("--port", text), "in [0, 65535]") for text in ("-1", "65536")),
-        *((("--prefill-timeout", text), "> 0 and finite") for text in ("0", "-1", "nan", "inf")),
-    ],
-)
-def test_a_number_out_of_range_is_refused(
-    option: tuple[str, str], allowed: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        arguments(["--prefill", "http://a:65535", "--decode", "http://a:1", *option])
-    assert f"must be {allowed}" in capsys.readouterr().err
-
-
-def test_a_port_that_is_taken_is_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        given = ["--prefill", "http://a:1", "--decode", "http://a:2", "--port", str(port)]
-        monkeypatch.setattr(sys, "argv", ["proxy", *given])
-        assert main() == 1
-    assert f"cannot serve at 127.0.0.1:{port}: " in caplog.text
 
 
 @pytest.mark.parametrize(
