@@ -239,11 +239,7 @@ class Connections:
 
     def frames(self, name: bytes, body: bytes) -> list[bytes]:
         """Return the engine's notifications that carry a message; the last one completes it."""
-        if len(name) > MAX_NAME_NBYTES or len(body) > MAX_BODY_NBYTES:
-            raise invalid(
-                f"a message has {len(body)} bytes, and a name of {len(name)}; at most "
-                f"{MAX_BODY_NBYTES}, and a name of {MAX_NAME_NBYTES}, can be sent"
-            )
+        check_message(name, body)
         room = MAX_NOTIFICATION_NBYTES - _HEAD.size - len(name)
         if len(body) <= room:
             return [_HEAD.pack(_LAST, 0, len(name)) + name + body]
@@ -317,11 +313,9 @@ class Connections:
 
     def _linked(self, cluster_id: int, address: str, deadline: float) -> bool:
         """Link with a cluster; return True if this call has made the link."""
-        cluster, started = ClusterInfo(cluster_id, address), time.perf_counter()
-        results = self._datadist._running().links.link([cluster], _left_ms(deadline))
+        cluster = ClusterInfo(cluster_id, address)
         # The next attempt may succeed, and the interface logs a failure of all attempts.
-        took_s = time.perf_counter() - started
-        self._datadist._reported("link_clusters", results, took_s, logs_failures=False)
+        results = self._datadist._link_clusters([cluster], _left_ms(deadline), logs_failures=False)
         if results.status is LLMStatusCode.LLM_ALREADY_LINK:
             return False
         results.raise_for_status()
@@ -379,6 +373,15 @@ class Connections:
 
 def _left_ms(deadline: float) -> int:
     return max(1, int((deadline - time.monotonic()) * 1000))
+
+
+def check_message(name: bytes, body: bytes) -> None:
+    """Raise LLM_PARAM_INVALID if a message, or its name, is too long."""
+    if len(name) > MAX_NAME_NBYTES or len(body) > MAX_BODY_NBYTES:
+        raise invalid(
+            f"a message has {len(body)} bytes, and a name of {len(name)}; at most "
+            f"{MAX_BODY_NBYTES}, and a name of {MAX_NAME_NBYTES}, can be sent"
+        )
 
 
 def read_frame(data: bytes) -> tuple[bytes, int, bytes, bytes] | None:

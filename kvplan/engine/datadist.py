@@ -201,9 +201,15 @@ class LlmDataDist(
             LLMException: LLM_PARAM_INVALID: no cluster, a cluster without exactly one address, this
                 engine's own, or timeout_ms below 1.
         """
+        return self._link_clusters(clusters, timeout_ms)
+
+    def _link_clusters(
+        self, clusters: Sequence[ClusterInfo], timeout_ms: int, *, logs_failures: bool = True
+    ) -> LinkResults:
         started = perf_counter()
         results = self._running().links.link(clusters, timeout_ms)
-        return self._reported("link_clusters", results, perf_counter() - started)
+        took_s = perf_counter() - started
+        return self._reported("link_clusters", results, took_s, logs_failures=logs_failures)
 
     async def link_clusters_async(
         self, clusters: Sequence[ClusterInfo], timeout_ms: int = 1000

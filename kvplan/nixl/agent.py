@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from weakref import proxy
 
 from kvnative._signals import Mutex, signals_deferred
-from kvplan.addressed.connections import MAX_NAME_NBYTES
+from kvplan.addressed.connections import MAX_NAME_NBYTES, check_message
 from kvplan.addressed.connector import Connector
 from kvplan.addressed.engine import REFUSALS, AddressedEngine
 from kvplan.control.endpoint import Endpoint
@@ -364,7 +364,7 @@ class Agent:
         name = self.name.encode()
         try:
             if agent == self.name:
-                self.engine.connections.frames(name, message)  # refuses what is too long
+                check_message(name, message)
                 self._looped.append(message)
             else:
                 self._linked(agent)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvnative._ranges import choose, first_overlap
 from kvnative._signals import Mutex
+from kvplan.addressed.connections import check_message
 from kvplan.addressed.engine import REFUSALS, Request
 from kvplan.engine.ranges import AddressRanges
 from kvplan.execution import TransferTask
@@ -242,10 +243,10 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
             columns = transfer.local, transfer.remote, transfer.sizes
             ranges = transfer.ranges = AddressRanges(cluster, *columns, direction)
         frames: list[bytes] = []
-        if transfer.message:
+        if transfer.message and is_loop:  # `_succeeded` keeps the message
+            check_message(self.name.encode(), transfer.message)
+        elif transfer.message:
             frames = self.engine.connections.frames(self.name.encode(), transfer.message)
-        if is_loop:  # `_succeeded` keeps the message; only its size was to be checked
-            frames = []
         for frame in frames[:-1]:
             datadist.notify(cluster, frame)
         last = frames[-1] if frames else None

@@ -34,7 +34,7 @@ from kvplan import (
     Transfer,
 )
 from kvplan.control.loop import ControlLoop
-from kvplan.control.status_socket import StatusSocket, _read, read_all
+from kvplan.control.status_socket import Answer, StatusSocket, _read, read_all
 from tests.datadist.peer import Peer
 from tests.support import lone_user
 from tests.support.peer import DEADLINE_S
@@ -366,6 +366,24 @@ def test_another_user_that_takes_such_a_name_is_ignored() -> None:
         assert [record for record in before if record.pid == child] == []
 
 
+def answer_of(talk: Callable[[socket.socket], None], timeout_s: float) -> Answer | None:
+    """Return what is read from a program that answers by `talk`."""
+    name = f"kvplan-status-{os.geteuid()}-{os.getpid()}-9-impostor"
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as program:
+        listener.bind(f"\0{name}")
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(ConnectionError):
+                talk(connection)
+
+        serving = program.submit(serve)
+        answer = _read(name, timeout_s)
+        serving.result()
+    return answer
+
+
 @pytest.mark.parametrize(
     ("sent", "error"),
     [
@@ -378,43 +396,22 @@ def test_another_user_that_takes_such_a_name_is_ignored() -> None:
     ],
 )
 def test_a_program_with_another_answer_is_refused_in_time(sent: bytes, error: str) -> None:
-    name = f"kvplan-status-{os.geteuid()}-{os.getpid()}-9-impostor"
-    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as program:
-        listener.bind(f"\0{name}")
-        listener.listen()
+    def talk(connection: socket.socket) -> None:
+        connection.sendall(sent)
+        while sent == b" ":
+            connection.sendall(sent)
+            sleep(0.01)  # far less than the timeout of one read
 
-        def talk() -> None:
-            connection, _ = listener.accept()
-            with connection, suppress(ConnectionError):
-                connection.sendall(sent)
-                while sent == b" ":
-                    connection.sendall(sent)
-                    sleep(0.01)  # far less than the timeout of one read
-
-        talking = program.submit(talk)
-        answer = _read(name, timeout_s=0.1 if sent == b" " else DEADLINE_S)
-        assert answer is not None
-        assert (answer.pid, answer.document) == (os.getpid(), None)
-        assert error in answer.error.lower()
-        talking.result()
+    answer = answer_of(talk, timeout_s=0.1 if sent == b" " else DEADLINE_S)
+    assert answer is not None
+    assert (answer.pid, answer.document) == (os.getpid(), None)
+    assert error in answer.error.lower()
 
 
 @pytest.mark.parametrize(("surplus", "error"), [(0, ""), (1, "more than 16 MiB")])
 def test_a_document_has_up_to_16_mib(surplus: int, error: str) -> None:
-    name = f"kvplan-test-{os.geteuid()}-{os.getpid()}"
     document = b'{"schema_version": 1}'.ljust((16 << 20) + surplus)
-    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as program:
-        listener.bind(f"\0{name}")
-        listener.listen()
-
-        def talk() -> None:
-            connection, _ = listener.accept()
-            with connection, suppress(ConnectionError):
-                connection.sendall(document)
-
-        talking = program.submit(talk)
-        answer = _read(name, DEADLINE_S)
-        talking.result()
+    answer = answer_of(lambda connection: connection.sendall(document), DEADLINE_S)
     assert answer == (os.getpid(), None if error else {"schema_version": 1}, error)
 
 

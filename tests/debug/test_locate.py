@@ -315,12 +315,17 @@ def test_tokens_are_numbered_in_the_request(first: int, into: int) -> None:
         found[2][there[0]] = right[2][there[0]]
 
 
-def test_bytes_of_several_source_blocks_are_not_searched_in_another() -> None:
-    """The first of four blocks holds the last one of the source; no block follows that."""
+def from_small_blocks() -> tuple[Plan, list[Any], list[Any]]:
+    """Four small blocks make a large one: return the plan, the source, and the right result."""
     small = CacheDesc(4, (32, 4, 4, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
     source = filled(small, 1)
     plan = kvplan.plan(Transfer(Rows(small, [3, 9, 12, 5]), Rows(NHD, [7])), local="dst")
-    right = moved(plan, source, filled(NHD, 2))
+    return plan, source, moved(plan, source, filled(NHD, 2))
+
+
+def test_bytes_of_several_source_blocks_are_not_searched_in_another() -> None:
+    """The first of four blocks holds the last one of the source; no block follows that."""
+    plan, source, right = from_small_blocks()
     found = [item.copy() for item in right]
     found[1][7, :4] = source[1][31]
     found[1][7, 4:] += 1
@@ -331,10 +336,7 @@ def test_bytes_of_several_source_blocks_are_not_searched_in_another() -> None:
 
 def test_the_first_wrong_token_of_any_head_is_described() -> None:
     """The place has a descriptor and a source, although small source blocks make a large one."""
-    small = CacheDesc(4, (32, 4, 4, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
-    source = filled(small, 1)
-    plan = kvplan.plan(Transfer(Rows(small, [3, 9, 12, 5]), Rows(NHD, [7])), local="dst")
-    right = moved(plan, source, filled(NHD, 2))
+    plan, source, right = from_small_blocks()
     found = [item.copy() for item in right]
     for token, head in ((13, 0), (9, 1), (2, 3), (6, 2)):
         found[1][7, token, head] += 1
