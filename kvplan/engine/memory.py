@@ -353,7 +353,11 @@ def write_tensors(
                     check_lent(memory)
                     memory.device.write(address + offset, rows)
         else:
-            for tensor, array in zip(tensor_arrays(desc, memory), given, strict=True):
+            tensors = tensor_arrays(desc, memory)
+            for position, array in enumerate(given):  # views of tensors that are written earlier
+                if any(np.may_share_memory(array, earlier) for earlier in tensors[:position]):
+                    given[position] = array.copy()
+            for tensor, array in zip(tensors, given, strict=True):
                 check_lent(memory)
                 tensor[...] = array.view(tensor.dtype)
 

@@ -364,6 +364,7 @@ class Agent:
         name = self.name.encode()
         try:
             if agent == self.name:
+                self.engine.datadist._running()
                 check_message(name, message)
                 self._looped.append(message)
             else:

@@ -66,7 +66,7 @@ class Exchange:
         options: time limits.
 
     Raises:
-        TypeError: instance is not bytes.
+        TypeError: an argument of another type.
         LLMException: LLM_PARAM_INVALID: invalid groups or `push`, or not 1 to 32 bytes.
     """
 
@@ -81,9 +81,11 @@ class Exchange:
         push: bool = False,
         options: ExchangeOptions | None = None,
     ) -> None:
-        self._options = options = options or ExchangeOptions()
-        groups, place = groups_of(cache), place or Place()
-        if push and len(groups) * len(place.stages) > 1:
+        options = ExchangeOptions() if options is None else options
+        self._options = check_type("options", options, ExchangeOptions)
+        place = check_type("place", Place() if place is None else place, Place)
+        groups = groups_of(cache)
+        if check_type("push", push, bool) and len(groups) * len(place.stages) > 1:
             raise invalid(
                 f"push=True needs one cache and one stage, not {len(groups)} groups and "
                 f"{len(place.stages)} stages"
@@ -93,8 +95,8 @@ class Exchange:
                 "push=True does not support context parallelism, which shares out the tokens of "
                 "prompts: use push=False"
             )
-        self._engine = engine
-        self._compatibility = compatibility
+        self._engine = check_type("engine", engine, LlmDataDist)
+        self._compatibility = check_type("compatibility", compatibility, Compatibility)
         self._instance = check_type("instance", instance, bytes)
         if not 1 <= len(instance) <= MAX_INSTANCE:
             raise invalid(f"instance={shown(instance)} must have 1 to {MAX_INSTANCE} bytes")

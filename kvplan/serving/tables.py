@@ -17,7 +17,7 @@ from kvplan.planning.transfer import Rows, Transfer
 from kvplan.serving.messages import Context, LayerRange, Number
 from kvplan.status import invalid, not_exist
 from kvplan.types import Cache
-from kvplan.validation import INT64_MAX, check_range, shown
+from kvplan.validation import INT64_MAX, check_range, check_type, shown
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ def groups_of(cache: Cache | Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
     """Return the groups, or one group of the only cache."""
     if isinstance(cache, Cache):
         return (CacheGroup("", cache),)
-    names = [group.name for group in cache]
+    if not isinstance(cache, Sequence):
+        raise TypeError(f"cache={shown(cache)} must be a Cache or a sequence of CacheGroup")
+    names = [check_type("cache", group, CacheGroup).name for group in cache]
     if not names or len(set(names)) < len(names):
         raise invalid(f"cache={shown(names)} must be one or more groups with unique names")
     return tuple(cache)

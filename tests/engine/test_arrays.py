@@ -33,6 +33,15 @@ def test_numbers_are_written_in_any_byte_order(registry, order):
     assert (tensor_arrays(desc, entry.memory)[0] == numbers).all()
 
 
+def test_tensors_of_the_cache_itself_are_read_before_one_is_written(registry):
+    entry = registry.allocate(desc := CacheDesc(3, (2, 4), DataType.DT_INT8), paged=False)
+    arrays = tensor_arrays(desc, entry.memory)
+    for number, array in enumerate(arrays):
+        array[:] = [[number], [10 + number]]
+    write_tensors(desc, entry.memory, [arrays[2], arrays[0], arrays[1][::-1]])
+    assert [array[:, 0].tolist() for array in arrays] == [[2, 12], [0, 10], [11, 1]]
+
+
 def test_arrays_keep_the_memory(registry):
     arrays = tensor_arrays(SLOTS, registry.allocate(SLOTS, paged=False).memory)
     view = arrays[1][2:].reshape(-1)

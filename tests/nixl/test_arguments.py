@@ -227,6 +227,7 @@ def test_an_agent_that_is_closed_says_so_by_an_error_of_nixl() -> None:
         lambda: agent.get_plugin_params("UCX"),
         lambda: agent.get_backend_mem_types("UCX"),
         lambda: agent.deregister_memory(held),
+        lambda: agent.send_notif("closed", b"to itself"),
     ):
         with pytest.raises(nixlBackendError, match="the engine is finalized"):
             call()

@@ -17,6 +17,7 @@ from kvplan.serving import Compatibility, Exchange, Place, PullResult, Source, T
 from kvplan.serving.messages import Grant
 from tests.serving.peer import Peer
 from tests.serving.worker import INSTANCE, Worker, reference
+from tests.support.held import Held
 from tests.support.refusals import refused
 
 MakeWorker = Callable[..., Worker]
@@ -162,6 +163,24 @@ def test_several_stages_are_not_pushed_to(make_worker: MakeWorker) -> None:
     for place in (Place(context=Interleaved(0, 2)), Place(copies=2)):
         with refused("LLM_PARAM_INVALID", "push=True does not support context parallelism"):
             Exchange(item.engine, item.cache, fields, INSTANCE, place=place, push=True)
+
+
+def test_an_argument_of_another_type_is_named(make_worker: MakeWorker) -> None:
+    item = make_worker()
+    right = {
+        "engine": item.engine,
+        "cache": item.cache,
+        "compatibility": Compatibility({}),
+        "instance": INSTANCE,
+    }
+    held = Held.now()
+    for name in (*right, "place", "push", "options"):
+        arguments = cast(Any, {**right, name: 0})
+        with pytest.raises(TypeError, match=f"^{name}=0 must be "):
+            Exchange(**arguments)
+    with pytest.raises(TypeError, match=r"^cache=Cache.* must be CacheGroup"):
+        Exchange(item.engine, cast(Any, [item.cache]), Compatibility({}), INSTANCE)
+    held.check_nothing_new()
 
 
 def test_a_request_fails_if_its_producer_has_other_layers(
