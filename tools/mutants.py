@@ -95,7 +95,7 @@ class Room:
         tests = list(dict.fromkeys(test for line in lines for test in by_line.get(line, [])))
         if tests and not self._pass(tests):
             return True
-        return not is_quick and not self._pass(self._tests)
+        return not (tests and is_quick) and not self._pass(self._tests)
 
     def _pass(self, tests: list[str]) -> bool:
         """Return True if the tests pass in a fork, in not much more time than all take."""
@@ -182,7 +182,9 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=40, help="bugs of each room")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--least", type=float, default=0, help="percent that must be detected")
-    parser.add_argument("--quick", action="store_true", help="only tests that execute the line")
+    parser.add_argument(
+        "--quick", action="store_true", help="only tests that execute the line, if there are some"
+    )
     given = parser.parse_args()
     shutil.rmtree(COPY, ignore_errors=True)
     COPY.mkdir(parents=True)
