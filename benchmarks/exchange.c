@@ -1,10 +1,10 @@
-/* What a small pull cannot do without: a request of 64 bytes and an answer of 4 KiB over one TCP connection.
+/* Exchange a request of 64 bytes and an answer of 4 KiB over one TCP connection: the limit of a small pull.
  *
- *     exchange serve ADDRESS PORT     says {"port": N}; PORT 0: any that is free
- *     exchange follow ADDRESS PORT    for each line "blocking TIMES" or "spinning TIMES", how both ends wait for
- *                                     what comes: the median of so many exchanges
+ *     exchange serve ADDRESS PORT     prints {"port": N}; PORT 0: any free port
+ *     exchange follow ADDRESS PORT    for each line "blocking TIMES" or "spinning TIMES" (how both ends wait),
+ *                                     prints the median of so many exchanges
  *
- * Nothing is looked up, checked or copied by us; there is one thread at each end. */
+ * Each end has one thread, which neither looks up, checks nor copies anything. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -20,7 +20,7 @@
 
 enum { REQUEST = 64, ANSWER = 4096, MAX_TIMES = 100000 };
 
-static char request[REQUEST], answer[ANSWER]; /* request[0]: whether the server waits for the next one spinning */
+static char request[REQUEST], answer[ANSWER]; /* request[0]: 1: the server polls for the next request */
 
 static _Noreturn void fail(const char *what)
 {
@@ -30,11 +30,11 @@ static _Noreturn void fail(const char *what)
 
 static void give(int peer, const char *from, size_t nbytes)
 {
-    if (send(peer, from, nbytes, 0) != (ssize_t)nbytes) /* it blocks until all is taken */
+    if (send(peer, from, nbytes, 0) != (ssize_t)nbytes) /* blocks until the kernel has taken all bytes */
         fail("send");
 }
 
-/* False: the peer has closed the connection. */
+/* Return false if the peer has closed the connection. */
 static int take(int peer, char *into, size_t nbytes, int spins)
 {
     for (size_t got = 0; got < nbytes;) {
@@ -60,7 +60,7 @@ static double median_of(int server, int spins, int times)
 
     for (int i = 0; i < times; i++) {
         struct timespec start, end;
-        request[0] = spins && i + 1 < times; /* then it sleeps until the next line */
+        request[0] = spins && i + 1 < times; /* after the last one the server sleeps until the next line */
         clock_gettime(CLOCK_MONOTONIC, &start);
         give(server, request, REQUEST);
         if (!take(server, answer, ANSWER, spins))

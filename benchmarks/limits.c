@@ -1,9 +1,8 @@
-/* What this machine can do at best: bare loops over the very descriptors that kvplan is given, with
- * no executor, no Python and no scheduling. Compiled by limits.py when a benchmark runs.
+/* The limits of this machine: bare loops over the descriptors that kvplan gets, without executor, Python
+ * and scheduling. limits.py compiles this file when a benchmark runs.
  *
- * The clock starts when every thread stands at the start line and stops with the last byte: waking
- * the threads up is not counted. They take the next few descriptors from one counter, so that one
- * which the system holds up does not hold up the others. */
+ * The clock starts when all threads are awake, and stops with the last byte. Threads take the next
+ * few descriptors from one counter, so that a thread without a processor does not delay the others. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
@@ -26,7 +25,7 @@ typedef struct columns {
 enum how { MEMCPY, STREAM, MOVSB, READV };
 
 #define RANGES 1024                /* of one process_vm_readv: IOV_MAX */
-#define TAKE_NBYTES ((size_t)128 << 10) /* about what a thread copies between two looks at the counter */
+#define TAKE_NBYTES ((size_t)128 << 10) /* about the bytes that a thread takes from the counter at once */
 
 typedef struct team {
     int threads;
@@ -100,7 +99,7 @@ static void copy(int how, const columns *work, size_t first, size_t last)
 #endif
 }
 
-/* 0 or an errno; at most RANGES descriptors. */
+/* Return 0 or an errno. At most RANGES descriptors. */
 static int readv_peer(pid_t peer, const columns *work, size_t first, size_t last)
 {
     struct iovec here[RANGES], there[RANGES];
@@ -158,7 +157,7 @@ void limit_close(team *team)
     free(team);
 }
 
-/* The caller is thread 0. Aborts where the system has no more threads. */
+/* Start the threads; the caller is thread 0. Abort if the system has no more threads. */
 team *limit_open(int threads)
 {
     team *self = calloc(1, sizeof *self);
@@ -180,7 +179,7 @@ static size_t descriptors_at_once(const columns *work)
     return take ? take : 1;
 }
 
-/* Nanoseconds, or minus an errno. `peer` is a process id where `how` is READV. */
+/* Return nanoseconds, or minus an errno. `peer` is a process id if `how` is READV. */
 int64_t limit_run(team *team, int how, int peer, const uint64_t *dst, const uint64_t *src,
                   const uint64_t *nbytes, size_t count)
 {
@@ -207,7 +206,7 @@ int64_t limit_run(team *team, int how, int peer, const uint64_t *dst, const uint
     return failed ? -failed : elapsed;
 }
 
-/* Nanoseconds of `repeats` copies of one descriptor, one after the other, by the calling thread. */
+/* Return the nanoseconds of `repeats` copies of one descriptor, one after the other, by the calling thread. */
 int64_t limit_repeat(int how, uint64_t dst, uint64_t src, uint64_t nbytes, int repeats)
 {
     const columns work = {&dst, &src, &nbytes, 1};

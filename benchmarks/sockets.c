@@ -1,14 +1,14 @@
-/* What one TCP connection moves at best: the bytes of a paged transfer, with writev and readv.
+/* Move the bytes of a paged transfer over one TCP connection, with writev and readv: the limit of tcp.
  *
- *     sockets serve ADDRESS PORT               says {"port": N}; PORT 0: any that is free
- *     sockets pull|push ADDRESS PORT BLOCKS    says the median of 7 transfers
+ *     sockets serve ADDRESS PORT               prints {"port": N}; PORT 0: any free port
+ *     sockets pull|push ADDRESS PORT BLOCKS    prints the median of 7 transfers
  *     sockets follow ADDRESS PORT              a transfer for each line "pull BLOCKS" or "push BLOCKS"
  *
  * BLOCKS random blocks of 32 KiB of each of 64 tensors go from random places of one process to
- * random places of the other: pools of 1,536 blocks a tensor, every page touched before. There is no
- * request to read, no message to frame, nobody to wake: both sides know the work before the clock
- * starts. It stops with the last byte (pull), or with the answer to it (push). How many blocks each
- * side gives to one call is tried out before the first transfer of a direction; the fastest counts. */
+ * random places of the other: pools of 1,536 blocks a tensor, every page touched before. Requests,
+ * frames and wake-ups are left out: both sides know the work before the clock starts. The clock stops
+ * with the last byte (pull), or with the answer to that byte (push). Before the first transfer of a
+ * direction, each side tries how many blocks to give to one call; the fastest number counts. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -31,11 +31,11 @@ enum { TRIALS = 3, TRIAL_BLOCKS = 256 };
 enum direction { PULL, PUSH };
 enum seed { SERVER = 5, CLIENT = 7 };
 
-static const uint32_t COUNTS[] = {4, 8, 16, 64}; /* blocks a call that are tried */
+static const uint32_t COUNTS[] = {4, 8, 16, 64}; /* blocks a call to try */
 enum { NUM_COUNTS = sizeof COUNTS / sizeof *COUNTS };
 
-typedef struct order { /* what the client asks for before a transfer */
-    uint32_t direction, blocks, at_once; /* of the server's calls */
+typedef struct order { /* the request of the client before a transfer */
+    uint32_t direction, blocks, at_once; /* blocks of each call of the server */
 } order;
 
 typedef struct choice {
@@ -77,7 +77,7 @@ static void shuffle(uint32_t *items, uint32_t count, uint32_t seed)
     }
 }
 
-/* Write `work`: random distinct blocks, the same of every tensor; other ones on each side. */
+/* Write `work`: random distinct blocks, equal for all tensors, different on each side. */
 static size_t lay_out(uint32_t blocks, enum seed side)
 {
     uint32_t ids[POOL];
@@ -89,7 +89,7 @@ static size_t lay_out(uint32_t blocks, enum seed side)
     return (size_t)TENSORS * blocks;
 }
 
-/* Move all of `work`, which is used up. */
+/* Move all of `work`, whose entries are changed. */
 static void move(int peer, ssize_t call(int, const struct iovec *, int), size_t count,
                  size_t at_once)
 {
@@ -200,7 +200,7 @@ static double transfer(int server, enum direction direction, uint32_t blocks, ch
     return now() - start;
 }
 
-/* Push blocks whose words are all different, forget them, pull them back: all must be there. */
+/* Push blocks of distinct words, clear them here, pull them back, and compare. */
 static void check(int server, uint32_t blocks)
 {
     const choice any = {8, 8};
@@ -252,7 +252,7 @@ static choice try_out(int server, enum direction direction)
     return best;
 }
 
-/* The median of some transfers, checked and tried out before the first of its kind. */
+/* Print the median of some transfers. Checks and trials come first, once for each size and direction. */
 static void answer(int server, const char *word, uint32_t blocks, int rounds)
 {
     static choice chosen[2];
@@ -291,7 +291,7 @@ int main(int argc, char **argv)
         return 2;
     }
     const struct sockaddr_in address = address_of(argv[2], argv[3]);
-    prctl(PR_SET_PDEATHSIG, SIGKILL); /* not to hold 3 GiB when the benchmark is killed */
+    prctl(PR_SET_PDEATHSIG, SIGKILL); /* frees 3 GiB if the benchmark is killed */
     make_pool();
     if (strcmp(what, "serve") == 0)
         serve(address);

@@ -1,9 +1,9 @@
-/* What qemu-user lacks and kvplan needs, for every program that tools/arm64 starts (it is preloaded).
+/* Calls that kvplan needs and qemu-user lacks, preloaded into every program that tools/arm64 starts.
  *
  * process_vm_readv and process_vm_writev: an emulated process has its memory at its own addresses, so that
- * /proc/PID/mem shows it. That file ignores the protection of pages, which is looked up before.
- * /proc/PID/stat: qemu makes up that of the process itself, with the time when the thread was started. By another
- * spelling it is the system's, as peers see it. */
+ * /proc/PID/mem shows that memory. The file ignores the protection of pages, so the protection is checked first.
+ * /proc/PID/stat: qemu replaces the file of the process itself, with the start time of the thread. Another
+ * spelling of the path opens the system's file, as peers see it. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -15,7 +15,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-/* How many of the bytes from `address` on may be moved: less than all end at an address that may not. */
+/* Return how many bytes from `address` on may be moved, up to the first address that may not. */
 static size_t reach(int pid, uint64_t address, size_t nbytes, int is_write)
 {
     char path[32], line[512];
@@ -89,7 +89,7 @@ ssize_t process_vm_writev(pid_t pid, const struct iovec *local, unsigned long nu
     return move(pid, local, num_local, remote, num_remote, flags, 1);
 }
 
-/* `path`, or another spelling of it, in `room`. */
+/* Return `path`, or another spelling of the path in `room`. */
 static const char *real_stat(const char *path, char room[64])
 {
     int length = 0;

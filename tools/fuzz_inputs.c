@@ -1,4 +1,4 @@
-/* The registered memory of the fuzzer, between what must not be touched, and its requests. */
+/* Registered memory of the fuzzer, between memory that must not be touched, and its requests. */
 #include "fuzz_inputs.h"
 
 #include <errno.h>
@@ -23,7 +23,7 @@ uint64_t below(uint64_t most) { return random_word() % most; }
 
 bool one_in(unsigned count) { return below(count) == 0; }
 
-/* ---- memory: what is registered, between what must not be touched ---- */
+/* ---- registered memory, between memory that must not be touched ---- */
 
 const uint64_t SIZES[NUM_SLOTS] = {16 * PAGE, PAGE, PAGE, PAGE};
 uint8_t *places[NUM_SLOTS];
@@ -114,7 +114,7 @@ void append(frame *it, const void *bytes, size_t nbytes)
     it->nbytes += nbytes;
 }
 
-/* One that is as it should be; most of what it names is registered. */
+/* Make a valid frame; most ranges that the frame names are registered. */
 static void make_request(frame *out)
 {
     const uint32_t num_ranges = 1 + (uint32_t)below(3);

@@ -1,4 +1,4 @@
-/* What the ends that fuzz_tcp.c attacks are given: registered memory, and requests that are changed. */
+/* Input of both ends that fuzz_tcp.c attacks: registered memory, and changed requests. */
 #ifndef FUZZ_INPUTS_H
 #define FUZZ_INPUTS_H
 
@@ -33,7 +33,7 @@ extern uint64_t tried; /* inputs */
 extern uint64_t seed;  /* not 0 */
 
 extern const uint64_t SIZES[NUM_SLOTS];
-extern uint8_t *places[NUM_SLOTS]; /* a page of SECRET is before each, and one behind the last */
+extern uint8_t *places[NUM_SLOTS]; /* a page of SECRET is before each, and one after the last */
 extern uint64_t generations[NUM_SLOTS];
 extern bool is_registered[NUM_SLOTS];
 extern kvn_tcp_table table;
@@ -46,10 +46,10 @@ void make_memory(void);
 void change_registration(void);
 void check_memory(void);
 bool is_all(const uint8_t *from, uint8_t byte, size_t nbytes);
-/* No frame has so many in a row; what is not registered has nothing else. */
+/* Fills memory that is not registered. No frame has so many of this byte in a row. */
 void check_not_told(const uint8_t *bytes, size_t nbytes, uint8_t byte);
 
-/* Adds a request to begin with. */
+/* Add a request to begin with. */
 void read_file(const char *name);
 void next_request(frame *out);
 void change(frame *it);

@@ -1,12 +1,12 @@
-/* Feeds changed frames to the native side of the transport tcp: `make fuzz`.
+/* Feed changed frames to the native side of the transport tcp: `make fuzz`.
  *
  *   fuzz_tcp parser COUNT SEED [FILE...]     requests, to the parser and the table
  *   fuzz_tcp answers SECONDS SEED [FILE...]  connections, to the end that answers
  *   fuzz_tcp asks SECONDS SEED               answers, to the end that asks
  *
- * What comes of each is compared with arithmetic that cannot overflow, and with memory that must not have
- * been read or written. FILEs are requests to begin with, besides those that are made here. The same SEED
- * makes the same inputs. It ends with what it has tried, or by abort(). */
+ * The outcome of each input is compared with arithmetic that cannot overflow, and with memory that must not
+ * have been read or written. FILEs are further requests to begin with. The same SEED makes the same inputs.
+ * The program prints how many inputs it has tried, or aborts. */
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
@@ -21,7 +21,7 @@
 
 typedef unsigned __int128 wide;
 
-/* What tcp/service.c has, where there are no threads. */
+/* Functions of tcp/service.c, without threads. */
 unsigned kvn_tcp_thread_index(const kvn_tcp_watched *it)
 {
     (void)it;
@@ -32,7 +32,7 @@ void kvn_tcp_ask_for(kvn_tcp_watched *it, uint32_t events) { it->events = events
 
 /* ---- the parser and the table ---- */
 
-/* Whether a request that was let through is what it says, by numbers of 128 bits. */
+/* Check an accepted request against its frame, with numbers of 128 bits. */
 static void check_sense(kvn_tcp_request *request)
 {
     const kvn_tcp_head *head = &request->head;
@@ -50,7 +50,7 @@ static void check_sense(kvn_tcp_request *request)
     CHECK(total == head->nbytes && total <= KVN_TCP_MAX_NBYTES);
 }
 
-/* Whether the table let through what is registered, and nothing else. */
+/* Check that the table accepted exactly the registered ranges. */
 static void check_table(kvn_tcp_request *request)
 {
     uint64_t offset, good = 0;
@@ -87,7 +87,7 @@ static void check_table(kvn_tcp_request *request)
 
 static uint64_t fuzz_parser(uint64_t count)
 {
-    static kvn_tcp_request request; /* what is not written has what was there before */
+    static kvn_tcp_request request; /* static: fields that are not written keep their old values */
     static frame it;
     uint64_t let_through = 0;
 
@@ -133,14 +133,14 @@ static void on_failed(void *context, int code, const char *why)
     it->has_failed = true;
 }
 
-/* No memory here is on a device. */
+/* Memory of a device; there is none here. */
 int kvn_tcp_stage_create(kvn_copier *copier, kvn_tcp_stage **out, kvn_failure *failure)
 {
     (void)copier, (void)out;
     return kvn_fail(failure, KVN_UNSUPPORTED, 0, "no device");
 }
 
-/* As a thread of a service would. */
+/* Handle events as a thread of a service does. */
 static void drive(kvn_tcp_watched *it, uint32_t events)
 {
     unsigned turns = 0;
@@ -189,7 +189,7 @@ static void attack_server(void)
                 check_not_told(answers, (size_t)got, SECRET);
                 drive(&server.watched, EPOLLOUT);
                 if (taken <= 0 && got == 0 && !line.has_failed)
-                    break; /* it waits for what the last frame has promised */
+                    break; /* the end waits for bytes that the last frame has announced */
             }
         }
     }
@@ -223,7 +223,7 @@ static void attack_client(uint8_t *local)
     const uint64_t count = 1 + below(64);
     uint64_t *const columns = calloc(3 * count, sizeof *columns), *const sizes = columns + 2 * count;
     uint64_t *const here = columns, *const there = columns + count;
-    kvn_request *const it = malloc(sizeof *it); /* freed, so that whoever uses it later is seen */
+    kvn_request *const it = malloc(sizeof *it); /* freed: a later use is detected */
     uint64_t total = 0;
     connection line;
     kvn_report report;
@@ -308,7 +308,7 @@ static void attack_client(uint8_t *local)
     }
     CHECK(atomic_load(&it->finished));
     kvn_tcp_client_let_go(it);
-    /* The caller's again: nothing of it is sent, nothing comes into it. */
+    /* The request belongs to the caller again: no byte of its memory is sent or written. */
     memset(local + PAGE, SECRET, LOCAL_PAGES * PAGE);
     free(columns);
     free(it);

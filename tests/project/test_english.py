@@ -186,7 +186,7 @@ def test_first_lines_and_words_beside_the_library_are_plain(folder: str) -> None
     assert not found
 
 
-@pytest.mark.parametrize("folder", ["include", "kvnative", "tests"])
+@pytest.mark.parametrize("folder", ["benchmarks", "include", "kvnative", "tests", "tools"])
 def test_comments_of_native_code_are_plain(folder: str) -> None:
     """Files .cu are left out: a change of their text needs new PTX (`make ptx`)."""
     found = {
