@@ -156,6 +156,40 @@ def test_sources_come_in_any_order_in_each_group(make_engine: MakeEngine) -> Non
                 np.testing.assert_array_equal(found[:, :, head], wanted)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_source_that_is_not_needed_leaves_the_places_of_the_others(
+    make_engine: MakeEngine, rank: int
+) -> None:
+    """The first two peers have the same heads, and the rank chooses between them."""
+    peers, user = [make_engine(number, listen=True) for number in (1, 3, 4)], make_engine(2)
+    sources = []
+    for peer, first in zip(peers, (0, 0, 2), strict=True):
+        link(user, peer)
+        desc = scales_and_values(range(first, first + 2))["values"]
+        sources.append(Rows(CacheIndex(peer.cluster_id, peer.allocate_blocks_cache(desc).cache_id)))
+    mine = user.allocate_blocks_cache(scales_and_values(range(4))["values"])
+    rows = [structs.replace(source, blocks=[1, 2]) for source in sources]
+    task = user.submit(Transfer(rows, Rows(mine, [4, 5]), rank=rank))
+    task.wait()
+    assert [*task.tasks] == [rank, 2]
+
+
+def test_peers_are_notified_of_each_transfer_between_the_same_caches(
+    make_engine: MakeEngine,
+) -> None:
+    peers, user = [make_engine(number, listen=True) for number in (1, 3)], make_engine(2)
+    transfers = {}
+    for peer in peers:
+        link(user, peer)
+        theirs = CacheIndex(peer.cluster_id, peer.allocate_blocks_cache(STATE).cache_id)
+        mine = user.allocate_blocks_cache(STATE)
+        transfers[f"of {peer.cluster_id}"] = Transfer(Rows(theirs, [1]), Rows(mine, [2]))
+    for text in (b"first", b"second", b"third"):
+        user.run(transfers, notify=text)
+    for peer in peers:
+        assert [arrived.data for arrived in peer.notifications()] == [b"first", b"second", b"third"]
+
+
 @pytest.mark.over_tcp
 def test_a_gather_by_leases(make_engine: MakeEngine, machine: Machine) -> None:
     sources, user = [make_engine(number, listen=True) for number in (1, 3)], make_engine(2)
