@@ -258,6 +258,22 @@ def test_repeated_small_ranges_are_copied_inline(
     assert set(array.tolist()) == {7}
 
 
+def test_small_ranges_with_a_lost_notification_count_once(
+    user: LlmDataDist, there: tuple[int, ...], peer: Peer, machine: Machine
+) -> None:
+    where_memory_is_mapped(machine)
+    cache = user.allocate_blocks_cache(DESC)
+    ranges = AddressRanges(1, [cache.tensor_addrs[0]], [there[1]], [8])
+    for _ in range(2):
+        user.run(ranges)
+    peer.stop()
+    with refused("LLM_TIMEOUT", "pull_ranges: every byte has arrived"):
+        user.run(ranges, notify=b"late", timeout_ms=20)
+    peer.resume()
+    counted = user.metrics()["operations"]["pull_ranges"]
+    assert counted["statuses"] == {"LLM_SUCCESS": 2, "LLM_TIMEOUT": 1}
+
+
 @pytest.mark.skipif(SMALL_NBYTES == 0, reason="without a GIL nothing moves at once")
 def test_memory_that_is_withdrawn_in_the_middle_is_not_written(
     user: LlmDataDist, peer: Peer, machine: Machine

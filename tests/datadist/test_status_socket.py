@@ -264,6 +264,16 @@ def test_transfers_in_flight_are_listed() -> None:
         task.ready(0)
         task.wait()
         assert statuses_of(os.getpid(), 2)[0]["in_flight"] == []
+        peer.stop()
+        with ThreadPoolExecutor() as pool:
+            notifying = pool.submit(engine.notify, 1, b"without a cache", timeout_ms=30_000)
+            while not (rows := statuses_of(os.getpid(), 2)[0]["in_flight"]):
+                assert not notifying.done()
+            peer.resume()
+            notifying.result()
+        (row,) = rows
+        assert (row["operation"], row["peer"]) == ("notify", 1)
+        assert (row["nbytes"], row["cache_id"]) == (None, None)
 
 
 def test_an_option_disables_the_status_socket() -> None:

@@ -51,7 +51,7 @@ def next_notification():
     return it.cluster_id, it.data
 """
 NEXT = "result = next_notification()"
-WARM_UP = 2  # the first transfer asks the peer, and the second one is kept as a known pair
+WARM_UP = 2  # a table of the peer that arrives late drops the pair that the first transfer keeps
 SLOTS, BLOCKS = CacheIndex(1, 1), CacheIndex(1, 2)
 
 
