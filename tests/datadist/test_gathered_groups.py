@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import partial
 from random import Random
 
 import numpy as np
 import pytest
 from msgspec import structs
 
-from kvplan import CacheDesc, CacheIndex, DataType, GatherError, PlanEvent, Rows, Shard, Transfer
+from kvplan import (
+    CacheDesc,
+    CacheIndex,
+    DataType,
+    GatherError,
+    LlmDataDist,
+    LLMException,
+    LLMStatusCode,
+    PlanEvent,
+    Rows,
+    Shard,
+    Transfer,
+)
+from kvplan.engine.gather import Several
 from tests.datadist.conftest import MakeEngine, link
 from tests.datadist.machine import Machine
+from tests.support.lines import interrupted
 from tests.support.refusals import refused
 
 pytestmark = pytest.mark.over_cuda
@@ -154,6 +169,74 @@ def test_sources_come_in_any_order_in_each_group(make_engine: MakeEngine) -> Non
             for head in range(4):
                 wanted = content[head][tables[name][head], :, 0] * (-1) ** tensor
                 np.testing.assert_array_equal(found[:, :, head], wanted)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_source_that_is_not_needed_leaves_the_places_of_the_others(
+    make_engine: MakeEngine, rank: int
+) -> None:
+    """The first two peers have the same heads, and the rank chooses between them."""
+    peers, user = [make_engine(number, listen=True) for number in (1, 3, 4)], make_engine(2)
+    sources = []
+    for peer, first in zip(peers, (0, 0, 2), strict=True):
+        link(user, peer)
+        desc = scales_and_values(range(first, first + 2))["values"]
+        sources.append(Rows(CacheIndex(peer.cluster_id, peer.allocate_blocks_cache(desc).cache_id)))
+    mine = user.allocate_blocks_cache(scales_and_values(range(4))["values"])
+    rows = [structs.replace(source, blocks=[1, 2]) for source in sources]
+    task = user.submit(Transfer(rows, Rows(mine, [4, 5]), rank=rank))
+    task.wait()
+    assert [*task.tasks] == [rank, 2]
+
+
+def pulls_from(peers: list[LlmDataDist], user: LlmDataDist) -> dict[str, Transfer]:
+    """Return a pull from each peer; together they are one transfer."""
+    return {
+        f"of {peer.cluster_id}": Transfer(
+            Rows(CacheIndex(peer.cluster_id, peer.allocate_blocks_cache(STATE).cache_id), [1]),
+            Rows(user.allocate_blocks_cache(STATE), [2]),
+        )
+        for peer in peers
+    }
+
+
+def test_peers_are_notified_of_each_transfer_between_the_same_caches(
+    make_engine: MakeEngine,
+) -> None:
+    peers, user = [make_engine(number, listen=True) for number in (1, 3)], make_engine(2)
+    transfers = pulls_from(peers, user)
+    for peer in peers:
+        link(user, peer)
+    for text in (b"first", b"second", b"third"):
+        user.run(transfers, notify=text)
+    for peer in peers:
+        assert [arrived.data for arrived in peer.notifications()] == [b"first", b"second", b"third"]
+
+
+def test_a_peer_that_is_linked_while_others_are_looked_up_is_notified(
+    make_engine: MakeEngine,
+) -> None:
+    peers, user = [make_engine(number, listen=True) for number in (1, 3)], make_engine(2)
+    transfers = pulls_from(peers, user)
+    link(user, peers[0])
+    for at in itertools.count(1):
+        outcome: list[LLMStatusCode] = []
+
+        def run(outcome: list[LLMStatusCode] = outcome) -> None:
+            try:
+                user.run(transfers, notify=b"whole")
+            except LLMException as error:
+                outcome.append(error.status_code)
+
+        came = interrupted(at, run, partial(link, user, peers[1]), {Several._find.__code__})
+        told = [arrived.data for arrived in peers[1].notifications()]
+        assert (told, outcome) == (
+            ([b"whole"], []) if came and not outcome else ([], [LLMStatusCode.LLM_NOT_YET_LINK])
+        )
+        if not came:
+            break
+        user.unlink_clusters([3]).raise_for_status()
+    assert at > 5
 
 
 @pytest.mark.over_tcp

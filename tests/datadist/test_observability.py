@@ -392,6 +392,8 @@ def test_prometheus_reads_the_counters(pulled: tuple[LlmDataDist, Cache]) -> Non
     assert value("kvplan_bytes_total", **pull) == 128
     assert value("kvplan_operation_seconds_count", **pull) == 2
     assert value("kvplan_operation_seconds_bucket", **pull, le="+Inf") == 2
+    took_s = user.metrics()["operations"]["pull_cache"]["seconds"]["sum"]
+    assert value("kvplan_operation_seconds_sum", **pull) == took_s
     assert value("kvplan_in_flight") == 0
     assert value("kvplan_links", state="LINKED") == 1
     assert value("kvplan_cache_bytes", placement="DEVICE") == DESC.nbytes

@@ -99,6 +99,8 @@ def test_ranges_move_inside_of_one_engine(
     assert written.tolist().count(taken) == 10
     assert written[[5, 11] if direction == "pull" else [0, 6, 100]].tolist()[0] == taken
     assert "memory" in user.plan(ranges).explain()
+    merged = user.plan(AddressRanges(2, [first, first + 3], [second, second + 3], [3, 4]))
+    assert (merged.part.num_slices, merged.num_descriptors) == (2, 1)
     with refused("LLM_PARAM_INVALID", "notify must be None: a copy inside"):
         user.run(ranges, notify=b"lost")
     with refused("LLM_PARAM_INVALID", "notify_failure must be None"):
@@ -254,6 +256,22 @@ def test_repeated_small_ranges_are_copied_inline(
     with refused("LLM_KV_CACHE_NOT_EXIST", "this engine has registered"):
         user.run(ranges)
     assert set(array.tolist()) == {7}
+
+
+def test_small_ranges_with_a_lost_notification_count_once(
+    user: LlmDataDist, there: tuple[int, ...], peer: Peer, machine: Machine
+) -> None:
+    where_memory_is_mapped(machine)
+    cache = user.allocate_blocks_cache(DESC)
+    ranges = AddressRanges(1, [cache.tensor_addrs[0]], [there[1]], [8])
+    for _ in range(2):
+        user.run(ranges)
+    peer.stop()
+    with refused("LLM_TIMEOUT", "pull_ranges: every byte has arrived"):
+        user.run(ranges, notify=b"late", timeout_ms=20)
+    peer.resume()
+    counted = user.metrics()["operations"]["pull_ranges"]
+    assert counted["statuses"] == {"LLM_SUCCESS": 2, "LLM_TIMEOUT": 1}
 
 
 @pytest.mark.skipif(SMALL_NBYTES == 0, reason="without a GIL nothing moves at once")

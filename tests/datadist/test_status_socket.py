@@ -83,6 +83,22 @@ def test_another_process_can_read_the_status() -> None:
     assert statuses_of(os.getpid(), 2) == []
 
 
+def test_a_peer_that_has_not_answered_yet_has_no_role() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        LlmDataDist(2, LlmRole.DECODER) as engine,
+    ):
+        engine.initialize()
+        peer = ClusterInfo(1, f"127.0.0.1:{silent.getsockname()[1]}")
+        with ThreadPoolExecutor() as pool:
+            linking = pool.submit(engine.link_clusters, [peer])
+            with silent.accept()[0]:
+                (own,) = statuses_of(os.getpid(), 2)
+            (result,) = linking.result()
+        assert [(link["state"], link["role"]) for link in own["links"]] == [("LINKING", None)]
+        assert result.error is not None
+
+
 def test_connections_of_unanswered_clients_are_closed() -> None:
     """If the loop ends before a worker has time, the socket is closed, not left to a warning."""
     control, began, goes_on = ControlLoop(max_workers=1), Event(), Event()
@@ -248,6 +264,16 @@ def test_transfers_in_flight_are_listed() -> None:
         task.ready(0)
         task.wait()
         assert statuses_of(os.getpid(), 2)[0]["in_flight"] == []
+        peer.stop()
+        with ThreadPoolExecutor() as pool:
+            notifying = pool.submit(engine.notify, 1, b"without a cache", timeout_ms=30_000)
+            while not (rows := statuses_of(os.getpid(), 2)[0]["in_flight"]):
+                assert not notifying.done()
+            peer.resume()
+            notifying.result()
+        (row,) = rows
+        assert (row["operation"], row["peer"]) == ("notify", 1)
+        assert (row["nbytes"], row["cache_id"]) == (None, None)
 
 
 def test_an_option_disables_the_status_socket() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import select
 import socket
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 from random import Random
 
 import pytest
@@ -20,7 +23,9 @@ from kvplan.engine.notifications import (
     NotificationCallbacks,
     Notifications,
 )
+from kvplan.engine.queues import PollableQueue
 from tests.support import lone_user
+from tests.support.lines import interrupted
 from tests.support.refusals import refused
 
 
@@ -221,3 +226,28 @@ def test_a_callback_whose_thread_cannot_start_is_not_called_later() -> None:
         assert called.get(timeout=20) == "added"
     """
     lone_user.run(program)
+
+
+def test_a_loop_reads_what_arrives_at_any_step_before_the_end() -> None:
+    for at in count(1):
+        arrived: PollableQueue[str] = PollableQueue()
+        arrived.put("first")
+
+        def end(arrived: PollableQueue[str] = arrived) -> None:
+            if not arrived.closed:
+                arrived.put("last")
+                arrived.close()
+
+        async def read(
+            arrived: PollableQueue[str] = arrived, end: Callable[[], None] = end
+        ) -> list[str]:
+            asyncio.get_running_loop().call_soon(end)  # if it has not come to that line before
+            return [item async for item in arrived]
+
+        found: list[str] = []
+        reading = partial(lambda read, found: found.extend(asyncio.run(read())), read, found)
+        came = interrupted(at, reading, end, {PollableQueue.__aiter__.__code__})
+        assert found == ["first", "last"]
+        if not came:
+            break
+    assert at > 4

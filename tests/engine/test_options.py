@@ -177,6 +177,8 @@ def test_a_key_that_resembles_the_listen_address_is_refused(key):
         ("kvplan.tcp_congestion", "b b r", 'tcp_congestion .*"cubic" or "bbr", or empty'),
         ("kvplan.tcp_busy_poll_us", "10001", "tcp_busy_poll_us .*=10001 .*\\[0, 10000\\]"),
         ("kvplan.encrypt", "yes", '"0" or "1"'),
+        ("kvplan.encrypt", "", '"0" or "1"'),
+        ("kvplan.encrypt", "01", '"0" or "1"'),
         ("kvplan.comm_dir", "comm", r"comm_dir .*='comm' must be an absolute path"),
         ("kvplan.comm_dir", "~/comm", "must be an absolute path"),
         ("kvplan.comm_dir", "", "must be an absolute path"),

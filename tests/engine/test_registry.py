@@ -235,6 +235,13 @@ class TestResolve:
 
 
 class TestEnds:
+    def test_an_error_names_the_caches_that_can_be_given(self, registry):
+        registry.allocate(SLOTS, paged=False, keys=[key(1)])  # its key keeps the memory
+        registry.allocate(SLOTS, paged=False)
+        registry.deallocate(1)
+        with refused("LLM_KV_CACHE_NOT_EXIST", r"cache_id=1 does not exist; known are \[2\]"):
+            registry.get(1)
+
     def test_unknown_and_ended_caches_are_ignored(self, registry):
         registry.allocate(SLOTS, paged=False)
         for _ in range(2):

@@ -178,7 +178,8 @@ class TestDropped:
 
         def child():
             nonlocal task
-            said = []
+            said, unraisable = [], []
+            sys.unraisablehook = lambda hooked: unraisable.append(str(hooked.exc_value))
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", ResourceWarning)
                 for call in (task.wait, task.cancel, task.progress, partial(task.ready, 2)):
@@ -188,7 +189,7 @@ class TestDropped:
                         said.append(str(error))
                 del task, call
                 gc.collect()
-            sending.send((said, [str(item.message) for item in caught]))
+            sending.send((said, [str(item.message) for item in caught] + unraisable))
 
         process = context.Process(target=child)
         process.start()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import kvplan
 from kvplan import CacheDesc, Coalesce, DataType, LLMException, Rows, Shard, Transfer
+from kvplan.execution.rows import are_apart
 from tests.support.plans import joined
 from tests.support.refusals import refused
 
@@ -163,6 +164,38 @@ def test_overlaps_are_found_behind_a_group_with_a_part_of_the_tensor(
     with refused("LLM_PARAM_INVALID", "write the same bytes"):
         kvplan.execute(plan, *arguments)
     assert not heap.any()
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 6),  # rows
+            st.integers(1, ROW),  # bytes of a row
+            st.sampled_from([ROW, 2 * ROW]),  # bytes from one row to the next
+            st.lists(st.integers(0, 40), min_size=1, max_size=3),  # addresses
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+@example([(6, 2, 8, [0]), (2, 2, 8, [2, 32])])  # one lies between rows, the next one in a row
+def test_tensors_are_apart_only_if_no_two_rows_share_a_byte(
+    caches: list[tuple[int, int, int, list[int]]],
+) -> None:
+    descs = [
+        CacheDesc(len(starts), (rows, nbytes), DataType.DT_UINT8, row_stride=stride)
+        for rows, nbytes, stride, starts in caches
+    ]
+    used = [
+        start + row * stride + byte
+        for rows, nbytes, stride, starts in caches
+        for start in starts
+        for row in range(rows)
+        for byte in range(nbytes)
+    ]
+    addresses = np.array([start for *_, starts in caches for start in starts], np.uint64)
+    if are_apart(addresses, descs, [desc.num_tensors for desc in descs]):
+        assert len({*used}) == len(used)
 
 
 TWO_STARTS = st.lists(st.sampled_from([0, 6, 12, 24, 36]), min_size=TENSORS, max_size=TENSORS)

@@ -162,6 +162,22 @@ def test_a_callback_that_raises_does_not_replace_the_failure(fails):
     assert [repr(error) for error in told] == [repr(caught.value) if fails else "None"]
 
 
+def test_a_callback_can_ask_for_the_outcome_of_its_own_task():
+    """A signal handler may run during the callback, and wait for the same task."""
+    found = []
+
+    def on_outcome(error):
+        task.wait()
+        found.append((task.settled, error))
+
+    with Transfers() as transfers:
+        task = transfers.submit(PLAN, watched(), watched(), on_outcome)
+        waiting = threading.Thread(target=task.wait, daemon=True)
+        waiting.start()
+        waiting.join(20)
+    assert found == [(True, None)]
+
+
 def test_a_later_wait_does_not_delay_earlier_ones():
     with Transfers(wrap=lambda backend: fail_at(backend, 0)) as transfers:
         task = transfers.submit(PLAN, watched(), watched())

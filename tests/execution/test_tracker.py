@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from queue import SimpleQueue
 from threading import Event, Thread, current_thread
 from typing import Any
@@ -11,12 +12,15 @@ import numpy as np
 import pytest
 
 import kvplan
+from kvnative._backend import Backend
 from kvplan import CacheDesc, DataType, LLMException, Rows, Transfer, Transfers
 from kvplan.execution.awaitable import AwaitableTask
 from kvplan.execution.completion import Tracker
 from tests.support import lone_user
 from tests.support.holding import held_transfers
+from tests.support.lines import interrupted
 from tests.support.refusals import refused
+from tests.support.wrappers import fail_at, hold, let_go
 
 WAIT_S = 20  # for results that come at once
 DESC = CacheDesc(4, (8, 100), DataType.DT_UINT8)
@@ -82,6 +86,22 @@ def test_a_task_after_the_cancellation_is_cancelled_too():
     assert cancelled == ["late"]
     with refused("LLM_FAILED", "the engine is finalized"):
         late.wait()
+
+
+def test_a_task_that_begins_when_another_one_is_cancelled_is_cancelled_too():
+    """The callback of a transfer that was stopped may submit another transfer."""
+    cancelled = []
+    tracker = Tracker()
+    late = Task("late", cancelled)
+
+    class First(Task):
+        def end(self) -> None:
+            super().end()
+            tracker.track(late)
+
+    tracker.track(First("first", cancelled))
+    tracker.cancel(REASON)
+    assert cancelled == ["first", "late"]
 
 
 @pytest.mark.parametrize("asked_to", ["track", "watch"])
@@ -155,6 +175,47 @@ def test_a_tracker_is_closed_in_the_thread_that_settles_tasks():
     thread.start()
     assert ended.wait(WAIT_S)
     thread.join()
+
+
+def test_the_end_of_the_last_task_ends_close():
+    """Close begins before any line of that end; its limit is an hour."""
+    for at in count(1):
+        tracker, task = Tracker(), Task("last", [])
+        tracker.track(task)
+        closing = Thread(target=tracker.close, args=(3600,), daemon=True)
+
+        def close(closing: Thread = closing) -> None:
+            closing.start()
+            closing.join(0.02)  # until it waits, most likely
+
+        if not interrupted(at, task.end, close, {Tracker._forget.__code__}):
+            break
+        closing.join(WAIT_S)
+        assert not closing.is_alive()
+    assert at > 1
+
+
+def test_a_task_with_a_failed_layer_is_settled_when_its_other_layers_have_ended():
+    """The failure is reported to the tracker while other layers still move."""
+    held: list[Backend] = []
+    settled: SimpleQueue[Any] = SimpleQueue()
+
+    def wrap(backend: Backend) -> Backend:
+        held.append(hold(backend))
+        return fail_at(held[0], 0, at_submit=True)
+
+    with Transfers(1, wrap=wrap) as failing, held_transfers() as (transfers, let):
+        task = failing.layered(PLAN, tensors(1), tensors(2))
+        Tracker().track(task, settled)
+        for layer in reversed(task.layers):
+            task.ready(layer)
+        later = transfers.submit(PLAN, tensors(1), tensors(2))
+        Tracker().track(later, settled)
+        let()
+        first, failed, was_done = settled.get(timeout=WAIT_S), task.progress().failed, task.done
+        let_go(held[0])
+        assert (first, failed, was_done) == (later, (0,), False)
+        assert settled.get(timeout=WAIT_S) is task
 
 
 def test_a_slow_callback_in_the_background_delays_no_other():

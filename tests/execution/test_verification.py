@@ -13,7 +13,7 @@ from kvnative._report import Report
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Rows, Transfer, Transfers
 from kvplan.execution import HostMemory
 from kvplan.execution.binding import bind
-from kvplan.execution.verification import SCRATCH_NBYTES, verify
+from kvplan.execution.verification import SCRATCH_NBYTES, verify, verify_every
 from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (8, 100), DataType.DT_UINT8)
@@ -34,6 +34,14 @@ class Leased(HostMemory):
         if self.checks == self.ends_after:
             for array in self.arrays:
                 array[:] = 9
+
+
+def test_the_option_is_one_of_three_forms() -> None:
+    options = ("off", "all", "sample:1/1", "sample:1/999999")
+    assert [*map(verify_every, options)] == [0, 1, 1, 999999]
+    for wrong in ("on", "sample:1/0", "sample:1/1000000", "sample:1/4 ", " sample:1/4"):
+        with pytest.raises(ValueError, match=wrong):
+            verify_every(wrong)
 
 
 def test_each_read_has_the_remaining_time() -> None:

@@ -151,7 +151,8 @@ def test_links_and_leases_are_recorded(tmp_path, peer):
         recorder = user.record(tmp_path / "user.kvrec")
         user.link_clusters([ClusterInfo(1, peer.address)], timeout_ms=5000).raise_for_status()
         here = user.allocate_blocks_cache(DESC)
-        user.pull_blocks(lease, here, None, [1, 2], tag="request 8")
+        for _ in range(3):  # the last one moves without an operation
+            user.pull_blocks(lease, here, None, [1, 2], tag="request 8")
         peer.run("(lease,) = datadist.moved(lease, {5: 6}); datadist.release(lease)")
         with refused("LLM_KV_CACHE_NOT_EXIST"):
             user.pull_blocks(lease, here, None, [1, 2], tag="request 8")
@@ -168,7 +169,7 @@ def test_links_and_leases_are_recorded(tmp_path, peer):
             assert time.monotonic() < deadline
     recording = read(tmp_path / "user.kvrec")
     assert recording.complete  # finalize has written the rest
-    assert [transfer.leases for transfer in recording.transfers] == [(1,), (1,)]
+    assert [transfer.leases for transfer in recording.transfers] == [(1,)] * 4
     assert states() == ["LINKED", "BROKEN"]
     assert [event.operation for event in recording.events][:2] == ["link_state", "link_clusters"]
     theirs = read(tmp_path / "peer.kvrec")
