@@ -163,6 +163,16 @@ def test_oddities_are_described_in_words() -> None:
         "Tiny runs: 320 descriptors of less than 2 KiB, each of which costs more than its bytes "
         "do.",
     ]
+    slots = CacheDesc(4, (2, 64, 2, 128), FP16, kv_tensor_format="slot token head dim")
+    turned = CacheDesc(4, (32, 2, 8, 128), FP16, kv_tensor_format="HND")
+    assert oddities(
+        kvplan.plan(
+            Transfer(Rows(slots, slot=1), Rows(turned, [3, 1]), num_tokens=16), local="dst"
+        ).part
+    )[0] == (
+        "Transposing: the axes lie in another order at the two ends, so that each block is moved "
+        "in 16 runs of 256 B."
+    )
     half = CacheDesc(4, (64, 16, 4, 128), FP16, kv_tensor_format="NHD",
                      shard=Shard(heads=range(2, 6), num_heads=8))  # fmt: skip
     assert oddities(kvplan.plan(Transfer(Rows(source, [5]), Rows(half, [3])), local="dst").part)[
