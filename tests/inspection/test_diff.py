@@ -66,6 +66,20 @@ def test_rows_with_another_stride() -> None:
     )
 
 
+@pytest.mark.parametrize("change", [{"row_stride": 6}, {"num_tensors": 8}], ids=str)
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_caches_of_another_size_are_others_on_either_side(side: str, change: dict) -> None:  # type: ignore[type-arg]
+    caches = {"src": BLOCKS, "dst": BLOCKS}
+    other = caches | {side: dataclasses.replace(BLOCKS, **change)}
+    first = KvCacheExtParam((0, 0), (0, 0))
+    old, new = (
+        kvplan.plan(Transfer(Rows(src, [4, 5]), Rows(dst, [7, 9]), layers=first), local="dst")
+        for src, dst in (caches.values(), other.values())
+    )
+    for text in (old.diff(new), new.diff(old)):
+        assert text.endswith("verdict: different caches - their sizes are not the same")
+
+
 def test_the_same_bytes_in_other_segments() -> None:
     assert_diff(
         PLAN,

@@ -181,6 +181,12 @@ def test_oddities_are_described_in_words() -> None:
     assert oddities(
         kvplan.plan(Transfer(Rows(DESC, [1, 3]), Rows(DESC, [4, 9])), local="dst").part
     ) == ["Scattered: each of the 2 blocks is a run alone, as no two are neighbours at both ends."]
+    one_slot = CacheDesc(4, (2, 16, 8, 128), FP16, kv_tensor_format="slot token head dim")
+    assert oddities(
+        kvplan.plan(
+            Transfer(Rows(one_slot), Rows(DESC, [3, 1], first_token=8), num_tokens=16), local="dst"
+        ).part
+    ) == ["Scattered: each of the 2 blocks is a run alone, as no two are neighbours at both ends."]
     assert oddities(PLAN.part) == [
         "Alone: 1 of 2 runs is one block, which has no neighbour at both ends."
     ]

@@ -346,6 +346,15 @@ def test_a_wrong_type_is_refused(call: Callable[[], object], part: str) -> None:
     assert part in f" {raised.value}"
 
 
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_tokens_of_a_side_without_a_layout_are_refused(side: str) -> None:
+    named = CacheDesc(4, (8, 4), DataType.DT_INT8, kv_tensor_format="block token")
+    caches = {"src": named, "dst": named} | {side: BLOCKS}
+    rows = (Rows(cache, [1]) for cache in caches.values())
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, f"^{side} has no layout; tokens and unlike"):
+        kvplan.plan(Transfer(*rows, num_tokens=3), local="dst")
+
+
 @pytest.mark.parametrize("index", [-1, 4, HUGE])
 def test_a_descriptor_out_of_range_is_refused(index: int) -> None:
     with pytest.raises(LLMException, match=r"descriptor=.* \[0, 4\)"):
