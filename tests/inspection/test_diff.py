@@ -80,6 +80,16 @@ def test_caches_of_another_size_are_others_on_either_side(side: str, change: dic
         assert text.endswith("verdict: different caches - their sizes are not the same")
 
 
+def test_tensors_that_are_cut_into_layers_have_no_equal_among_whole_ones() -> None:
+    desc = CacheDesc(2, (8, 3, 4, 2), DataType.DT_INT8, kv_tensor_format="block layer token dim")
+    moved = Transfer(Rows(desc, [1]), Rows(desc, [2]))
+    whole, cut = (kvplan.plan(moved, local="dst", by_layer=by_layer) for by_layer in (False, True))
+    for text in (whole.diff(cut), cut.diff(whole)):
+        assert "more tensor" not in text
+        assert "alone" not in text
+        assert text.endswith("verdict: equivalent - same byte mapping, different segmentation")
+
+
 def test_the_same_bytes_in_other_segments() -> None:
     assert_diff(
         PLAN,
