@@ -128,11 +128,7 @@ def _has_same_rows(a: Part, b: Part) -> bool:
         return False
     if a.split or b.split or a.segments.repeats or b.segments.repeats:
         return False
-    if (a.kind, a.operation) != (b.kind, b.operation) or any(
-        getattr(a, side).extent("token") != getattr(b, side).extent("token")
-        or getattr(a, side).row != getattr(b, side).row
-        for side in ("src", "dst")
-    ):
+    if (a.kind, a.operation, a.dst.extent("token")) != (b.kind, b.operation, b.dst.extent("token")):
         return False
     sides = (("src_offsets", "src"), ("dst_offsets", "dst"), ("nbytes", "dst"))
     for name, side in sides:

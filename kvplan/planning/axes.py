@@ -81,9 +81,7 @@ def rows_are_alike(source: Side, target: Side, *, chunked: bool, reinterpret: bo
     or rows differ and no layout tells how.
     """
     a, b = source.meaning, target.meaning
-    if not a or not b:
-        return True
-    if reinterpret:
+    if not a or not b or reinterpret:
         return source.rows_are_whole and target.rows_are_whole
     if a == b and source.rows_are_whole:
         return True

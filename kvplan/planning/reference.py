@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.planning.part import Part
-from kvplan.planning.plan import Plan
+from kvplan.planning.plan import PlacedPart, Plan
+from kvplan.planning.side import Side
 from kvplan.status import invalid
 from kvplan.validation import check_type
 
@@ -34,23 +34,21 @@ def execute(plan: Plan, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]
         needed = sum(getattr(placed_part.part, name).num_tensors for placed_part in placed)
         if len(arrays) != needed:
             raise invalid(f"{name} has {len(arrays)} arrays; the plan needs {needed}")
-    for copy in [
-        _copying(placed_part.part, src[placed_part.src_tensor :], dst[placed_part.dst_tensor :])
-        for placed_part in placed
-    ]:
+    for copy in [_copying(placed_part, src, dst) for placed_part in placed]:
         copy()
 
 
 def _copying(
-    part: Part, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]
+    placed: PlacedPart, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]
 ) -> Callable[[], None]:
     """Check the arrays of one part; return the function that copies."""
-    src_bytes = _as_bytes("src", src, part.src.num_tensors, part.src.tensor_nbytes)
-    dst_bytes = _as_bytes("dst", dst, part.dst.num_tensors, part.dst.tensor_nbytes)
+    part, _, src_first, dst_first = placed
+    src_bytes = _as_bytes("src", src, src_first, part.src)
+    dst_bytes = _as_bytes("dst", dst, dst_first, part.dst)
     pairs = [part.pair(index) for index in range(part.num_tensor_pairs)]
     for _, (tensor, _) in pairs:
         if not dst_bytes[tensor].flags.writeable:
-            raise invalid(f"dst[{tensor}] is read-only")
+            raise invalid(f"dst[{dst_first + tensor}] is read-only")
     runs = [*part.segments.expanded()]
 
     def copy() -> None:
@@ -63,10 +61,11 @@ def _copying(
 
 
 def _as_bytes(
-    name: str, arrays: Sequence[NDArray[Any]], num_tensors: int, nbytes: int
+    name: str, arrays: Sequence[NDArray[Any]], first: int, side: Side
 ) -> list[NDArray[np.uint8]]:
-    views = []
-    for position, array in enumerate(arrays[:num_tensors]):
+    """Return the bytes of the tensors of one part, which begin at `first` in `arrays`."""
+    nbytes, views = side.tensor_nbytes, []
+    for position, array in enumerate(arrays[first : first + side.num_tensors], first):
         check_type(f"{name}[{position}]", array, np.ndarray)
         if array.nbytes != nbytes or not array.flags.c_contiguous:
             raise invalid(

@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvplan import Cache, KvCacheExtParam, LlmDataDist, LLMStatusCode, PeerTensors, Rows, Transfer
+from kvplan import (
+    Cache,
+    CacheDesc,
+    KvCacheExtParam,
+    LlmDataDist,
+    LLMStatusCode,
+    PeerTensors,
+    Rows,
+    Transfer,
+)
 from tests.datadist.layers import BLOCKS, NUM_LAYERS, OFFER, SLOTS, fill, ready, there
 from tests.datadist.machine import Machine, on_host_only
 from tests.datadist.peer import Peer
@@ -162,6 +171,17 @@ def test_another_number_of_addresses_is_refused(
     with refused(INVALID) as error:
         user.layered(Transfer(Rows(slots), Rows(target), layers=ext_param))
     assert f"addresses has 3 elements; {needed} are needed" in str(error.value)
+
+
+def test_rows_whose_values_lie_elsewhere_do_not_go_to_addresses(
+    user: LlmDataDist, peer: Peer
+) -> None:
+    """An address says where the keys of a block go, but not its values."""
+    apart = CacheDesc(1, (2, 4, 2, 8), BLOCKS.data_type, kv_tensor_format="kv block token dim")
+    target = PeerTensors(1, addresses(peer, "paged")[:1])
+    with refused(INVALID, "dst has no layout"):
+        user.run(Transfer(Rows(user.allocate_blocks_cache(apart), [0]), Rows(target, [0])))
+    assert untouched(peer)
 
 
 def untouched(peer: Peer) -> bool:

@@ -256,6 +256,21 @@ def test_another_block_of_the_source_is_found_beyond_the_first_chunk(block: int)
     assert first.holds == f"what lies in block {block} at the source, not of this request"
 
 
+def test_cells_that_do_not_divide_the_compared_chunks() -> None:
+    """A cell of MLA has 1152 bytes, of which no multiple is 16 MiB: look at both sides of a cut."""
+    desc = CacheDesc(1, (1000, 16, 576), DataType.DT_FLOAT16, kv_tensor_format="block token dim")
+    plan = kvplan.plan(Transfer(Rows(desc, [0]), Rows(desc, [0])), local="dst")
+    whole = kvplan.plan(Transfer(Rows(desc, range(1000)), Rows(desc, range(1000))), local="dst")
+    right, found = np.zeros(desc.shape, np.uint16), np.zeros(desc.shape, np.uint16)
+    cells = found.reshape(-1, 576)
+    cut = (16 << 20) // 1152
+    cells[[cut - 1, cut, -1]] = 1
+    assert [*locate([right], [found], whole).differences[0].tokens] == [
+        (cut - 1, cut), (15999, 15999)
+    ]  # fmt: skip
+    assert locate([right], [found], plan).differences[0].elsewhere_nbytes == 3 * 1152
+
+
 def test_a_block_that_is_partly_right_was_not_copied_as_planned() -> None:
     """The plan is wrong, and a later transfer wrote the last tokens of the same block."""
     source, empty = filled(NHD, 1), [np.zeros(NHD.shape, np.float16)] * 4

@@ -241,6 +241,15 @@ def test_neighbours_that_share_a_mark_are_counted() -> None:
     )
 
 
+def test_a_slot_that_is_cut_into_blocks_is_called_a_slot() -> None:
+    slots = CacheDesc(
+        4, (3, 64, 8, 128), DataType.DT_FLOAT16, kv_tensor_format="slot token head dim"
+    )
+    plan = kvplan.plan(Transfer(Rows(slots, slot=2), Rows(FP16, [4, 5, 0])), local="dst")
+    first, last = (Bands(plan.part).text(range(i, i + 1)).split("; ")[0] for i in range(2))
+    assert (first, last) == ("slot 2 → blocks 4–5", "slot 2 → block 0")
+
+
 @pytest.mark.parametrize(("src", "dst"), [(0, 1), (63, 0)])
 def test_one_block_is_one_band(src: int, dst: int) -> None:
     bands = Bands(kvplan.plan(Transfer(Rows(FP16, [src]), Rows(FP16, [dst])), local="dst").part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -86,6 +87,22 @@ def test_a_run_has_a_size_unless_it_is_a_whole_block_at_the_destination() -> Non
     assert first.endswith("run 0: block 1-2 > block 3 in A, and layer 0, run 0: block 1 > block 3, "
                           "64 B in B")  # fmt: skip
     assert extra.endswith("run 1: block 5 > block 3+0x40, 64 B")
+
+
+@pytest.mark.parametrize("apart", ["src", "dst"])
+def test_blocks_with_gaps_on_one_side_have_their_own_numbers(apart: str) -> None:
+    gaps = replace(DESC, row_stride=2 * DESC.row_nbytes)
+    src, dst = (gaps, DESC) if apart == "src" else (DESC, gaps)
+    good, bad = (
+        kvplan.plan(Transfer(Rows(src, blocks), Rows(dst, [7, 9, 8])), local="dst")
+        for blocks in ([1, 2, 3], [1, 2, 5])
+    )
+    assert compare(good, good) == []
+    texts = [re.sub(r", \d+ B", "", line) for line in compare(good, bad)]
+    assert texts[0] == (
+        "src blocks: 4 of 12 runs differ; the first is layer 0, run 2: block 3 > block 8 in A, and "
+        "layer 0, run 2: block 5 > block 8 in B"
+    )
 
 
 def test_parts_do_not_matter() -> None:

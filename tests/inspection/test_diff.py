@@ -66,6 +66,30 @@ def test_rows_with_another_stride() -> None:
     )
 
 
+@pytest.mark.parametrize("change", [{"row_stride": 6}, {"num_tensors": 8}], ids=str)
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_caches_of_another_size_are_others_on_either_side(side: str, change: dict) -> None:  # type: ignore[type-arg]
+    caches = {"src": BLOCKS, "dst": BLOCKS}
+    other = caches | {side: dataclasses.replace(BLOCKS, **change)}
+    first = KvCacheExtParam((0, 0), (0, 0))
+    old, new = (
+        kvplan.plan(Transfer(Rows(src, [4, 5]), Rows(dst, [7, 9]), layers=first), local="dst")
+        for src, dst in (caches.values(), other.values())
+    )
+    for text in (old.diff(new), new.diff(old)):
+        assert text.endswith("verdict: different caches - their sizes are not the same")
+
+
+def test_tensors_that_are_cut_into_layers_have_no_equal_among_whole_ones() -> None:
+    desc = CacheDesc(2, (8, 3, 4, 2), DataType.DT_INT8, kv_tensor_format="block layer token dim")
+    moved = Transfer(Rows(desc, [1]), Rows(desc, [2]))
+    whole, cut = (kvplan.plan(moved, local="dst", by_layer=by_layer) for by_layer in (False, True))
+    for text in (whole.diff(cut), cut.diff(whole)):
+        assert "more tensor" not in text
+        assert "alone" not in text
+        assert text.endswith("verdict: equivalent - same byte mapping, different segmentation")
+
+
 def test_the_same_bytes_in_other_segments() -> None:
     assert_diff(
         PLAN,

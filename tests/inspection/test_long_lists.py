@@ -129,6 +129,23 @@ def test_groups_of_the_same_blocks() -> None:
     assert plan.explain("table").count("\npart") == 3
 
 
+def test_groups_of_the_same_slot_have_the_same_blocks() -> None:
+    slots, blocks = (
+        [CacheDesc(61, (8, tokens, dim), FP16, kv_tensor_format=f"{row} token dim")
+         for dim in (576, 132)]
+        for row, tokens in (("slot", 64), ("block", 16))
+    )  # fmt: skip
+    plan = kvplan.plan(
+        {
+            name: Transfer(Rows(slot, slot=5), Rows(block, [3, 4]))
+            for name, slot, block in zip(("latent", "indexer"), slots, blocks, strict=True)
+        },
+        local="dst",
+    )
+    tree = plan.explain().partition("part indexer\n")[2]
+    assert "  |   `-- tensor 0 -> 0   same blocks as part latent\n" in tree
+
+
 def test_groups_with_another_order_are_listed_separately() -> None:
     plans = [
         kvplan.plan(Transfer(Rows(MLA, src), Rows(MLA, dst)), local="dst")

@@ -163,6 +163,16 @@ def test_oddities_are_described_in_words() -> None:
         "Tiny runs: 320 descriptors of less than 2 KiB, each of which costs more than its bytes "
         "do.",
     ]
+    slots = CacheDesc(4, (2, 64, 2, 128), FP16, kv_tensor_format="slot token head dim")
+    turned = CacheDesc(4, (32, 2, 8, 128), FP16, kv_tensor_format="HND")
+    assert oddities(
+        kvplan.plan(
+            Transfer(Rows(slots, slot=1), Rows(turned, [3, 1]), num_tokens=16), local="dst"
+        ).part
+    )[0] == (
+        "Transposing: the axes lie in another order at the two ends, so that each block is moved "
+        "in 16 runs of 256 B."
+    )
     half = CacheDesc(4, (64, 16, 4, 128), FP16, kv_tensor_format="NHD",
                      shard=Shard(heads=range(2, 6), num_heads=8))  # fmt: skip
     assert oddities(kvplan.plan(Transfer(Rows(source, [5]), Rows(half, [3])), local="dst").part)[
@@ -170,6 +180,12 @@ def test_oddities_are_described_in_words() -> None:
     ] == ("Cut by head or token: each block is moved in 16 runs of 512 B.")
     assert oddities(
         kvplan.plan(Transfer(Rows(DESC, [1, 3]), Rows(DESC, [4, 9])), local="dst").part
+    ) == ["Scattered: each of the 2 blocks is a run alone, as no two are neighbours at both ends."]
+    one_slot = CacheDesc(4, (2, 16, 8, 128), FP16, kv_tensor_format="slot token head dim")
+    assert oddities(
+        kvplan.plan(
+            Transfer(Rows(one_slot), Rows(DESC, [3, 1], first_token=8), num_tokens=16), local="dst"
+        ).part
     ) == ["Scattered: each of the 2 blocks is a run alone, as no two are neighbours at both ends."]
     assert oddities(PLAN.part) == [
         "Alone: 1 of 2 runs is one block, which has no neighbour at both ends."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -12,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, Coalesce, DataType, Placement, Plan, Rows, Shard, Transfer
+from kvplan import (
+    CacheDesc,
+    Coalesce,
+    DataType,
+    KvCacheExtParam,
+    Placement,
+    Plan,
+    Rows,
+    Shard,
+    Transfer,
+)
 from tests.planning.test_unlike import planned
 from tests.planning.test_unlike import transfers as unlike_transfers
 from tests.planning.transfers import Example, transfers
@@ -50,6 +61,53 @@ def test_the_text_of_a_picture(name: str) -> None:
     """`python -m tests.inspection.test_svg` writes the expected texts, tests/inspection/*.svg."""
     drawn = Path(__file__).with_name(f"{name}.svg").read_text(encoding="utf-8")
     assert GOLDEN[name].to_svg() == drawn
+
+
+SLOTS = CacheDesc(4, (3, 64, 8, 128), DataType.DT_FLOAT16, kv_tensor_format="slot token head dim")
+IN_HOST = replace(NHD, placement=Placement.HOST)
+INSIDE = CacheDesc(
+    1, (16, 3, 16, 8, 128), DataType.DT_FLOAT16, kv_tensor_format="block layer token head dim"
+)
+
+
+@pytest.mark.parametrize(
+    ("plan", "title"),
+    [
+        (
+            kvplan.plan(
+                Transfer(Rows(NHD, [4]), Rows(NHD, [7]), layers=KvCacheExtParam((1, 1), (0, 0))),
+                local="src",
+            ),
+            "Pushes 1 block into 1 block of a peer, in 1 layer: 64 KiB in 2 descriptors.",
+        ),
+        (
+            kvplan.plan(Transfer(Rows(SLOTS, slot=1), Rows(NHD, [5, 2])), local="dst"),
+            "Pulls 1 slot of a peer into 2 blocks, in 2 layers: 256 KiB in 8 descriptors.",
+        ),
+        (
+            kvplan.plan(Transfer(Rows(SLOTS, slot=1), Rows(SLOTS, slot=2)), local="src"),
+            "Pushes 1 slot into 1 slot of a peer, in 2 layers: 512 KiB in 4 descriptors.",
+        ),
+        (  # two requests continue one: its block is read twice
+            kvplan.plan(Transfer(Rows(NHD, [0, 0, 3]), Rows(NHD, [1, 2, 6]))),
+            "Copies 2 blocks into 3 blocks, in 2 layers: 384 KiB in 12 descriptors.",
+        ),
+        (
+            kvplan.plan(Transfer(Rows(IN_HOST, [0]), Rows(NHD, [1]))),
+            "Swaps 1 block into 1 block, in 2 layers: 128 KiB in 4 descriptors.",
+        ),
+        (
+            kvplan.plan(Transfer(Rows(INSIDE, [0]), Rows(INSIDE, [1]), num_tokens=5), local="dst"),
+            "Pulls 5 tokens, 1 block of a peer into 1 block, in 3 layers: 30 KiB in 3 descriptors.",
+        ),
+        (
+            kvplan.plan(Transfer(Rows(INSIDE, [0]), Rows(INSIDE, [1])), local="dst"),
+            "Pulls 1 block of a peer into 1 block, in 3 layers: 96 KiB in 1 descriptor.",
+        ),
+    ],
+)
+def test_the_title_says_what_moves(plan: Plan, title: str) -> None:
+    assert f">{title}</text>" in plan.to_svg()
 
 
 def test_the_picture_of_the_readme_is_current() -> None:

@@ -125,6 +125,7 @@ def test_tensors_of_two_devices_are_refused() -> None:
         ({"data": (0, False)}, "has no memory"),
         ({"shape": (-1, 4, 3, 8)}, "which is not valid"),
         ({"shape": (0, 4, 3, 8)}, "is empty"),
+        ({"shape": (0, 4, 3, 8), "data": (None, False)}, "is empty"),  # as numba has it
         ({"shape": 5}, "says shape=5 in its CUDA array interface, which cannot be read"),
         ({"typestr": "no type"}, "says typestr='no type' in its CUDA array interface"),
         ({"version": None}, "says version=None in its CUDA array interface"),

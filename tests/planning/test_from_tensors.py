@@ -168,6 +168,17 @@ class TestGaps:
         with refused("LLM_PARAM_INVALID", "tokens lie 80 bytes apart and have 48: give the tensor"):
             CacheDesc.from_tensors([heads], NHD)
 
+    @pytest.mark.parametrize("odd", range(3))
+    def test_a_gap_of_any_tensor_is_refused(self, odd):
+        """All tensors have rows of equal size at equal distances; one has gaps inside its rows."""
+        pages = np.zeros((3, 5, 4, 6, 8), np.float16)
+        tensors = [page.reshape(5, 8, 3, 8)[:, :4] for page in pages]
+        tensors[odd] = pages[odd, :, :, :3]
+        with refused(
+            "LLM_PARAM_INVALID", rf"tensors\[{odd}\] is .*: its tokens lie 96 bytes apart"
+        ):
+            CacheDesc.from_tensors(tensors, NHD)
+
     def test_a_view_of_every_other_element_is_refused(self):
         with refused("LLM_PARAM_INVALID", "its elements lie 8 bytes apart and have 4"):
             CacheDesc.from_tensors([np.zeros((5, 4, 3, 16), np.float32)[..., ::2]], NHD)

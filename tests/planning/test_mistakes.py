@@ -150,9 +150,20 @@ def test_a_tensor_is_a_block_table() -> None:
     assert kvplan.plan(of_tensors, local="dst") == wanted
 
 
+class Unfinished:
+    """A tensor of a library that raises an error of its own."""
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        raise RuntimeError("not computed yet")
+
+
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a block for each source": (
         lambda: kvplan.plan(Transfer([Rows(NHD, 1)], Rows(NHD, [2]))),
+        r"src\[0\].blocks=1 must be a block table, .* such as \[1\]",
+    ),
+    "a block of NumPy for each source": (
+        lambda: kvplan.plan(Transfer([Rows(NHD, np.int64(1))], Rows(NHD, [2]))),  # type: ignore[arg-type]
         r"src\[0\].blocks=1 must be a block table, .* such as \[1\]",
     ),
     "a block for pairs": (
@@ -172,6 +183,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
             Transfer(Rows(NHD, Tensor([1], "cuda:0")), Rows(NHD, [2])), local="dst"
         ),  # type: ignore[arg-type]
         "src.blocks is a Tensor that cannot be read as an array .* a list: .* cuda:0 device type",
+    ),
+    "a tensor that is not computed yet": (
+        lambda: kvplan.plan(Transfer(Rows(NHD, Unfinished()), Rows(NHD, [2])), local="dst"),  # type: ignore[arg-type]
+        "src.blocks is a Unfinished that cannot be read as an array .*: not computed yet",
     ),
     "a set": (
         lambda: kvplan.plan(Transfer(Rows(NHD, {1}), Rows(NHD, [2])), local="dst"),

@@ -10,6 +10,7 @@ import pytest
 import kvplan
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Rows, Transfer
 from kvplan.planning import reference
+from tests.support.plans import joined
 from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (4, 8), DataType.DT_FLOAT16)
@@ -54,6 +55,26 @@ def test_a_read_only_destination_is_found_before_anything_is_written() -> None:
     with pytest.raises(LLMException, match=r"dst\[1\] is read-only"):
         reference.execute(PLAN, arrays(1), dst)
     assert not np.any(dst)
+
+
+@pytest.mark.parametrize(
+    ("side", "bad", "message"),
+    [
+        ("src", np.zeros((4, 9), np.float16), "has 72 bytes"),
+        ("dst", np.zeros((4, 9), np.float16), "has 72 bytes"),
+        ("dst", read_only(), "is read-only"),
+    ],
+)
+def test_arrays_of_all_parts_are_checked_before_the_first_part_is_written(
+    side: str, bad: Any, message: str
+) -> None:
+    """The message counts the arrays as the caller does, over all parts."""
+    plan = joined({"first": PLAN, "last": PLAN})
+    sides = {"src": arrays(1) * 2, "dst": [*arrays(), *arrays()]}
+    sides[side][3] = bad
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, rf"^{side}\[3\] {message}"):
+        reference.execute(plan, **sides)
+    assert not np.any(sides["dst"][0])
 
 
 def test_a_tensor_that_the_plan_does_not_write_may_be_read_only() -> None:

@@ -26,6 +26,7 @@ from kvplan import (
     Rows,
     Transfer,
 )
+from kvplan.planning.side import Side
 from tests.support.refusals import refused
 
 SLOTS = CacheDesc(4, (3, 16), DataType.DT_INT8)
@@ -344,6 +345,29 @@ def test_a_wrong_type_is_refused(call: Callable[[], object], part: str) -> None:
     with pytest.raises(TypeError) as raised:
         call()
     assert part in f" {raised.value}"
+
+
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_tokens_of_a_side_without_a_layout_are_refused(side: str) -> None:
+    named = CacheDesc(4, (8, 4), DataType.DT_INT8, kv_tensor_format="block token")
+    caches = {"src": named, "dst": named} | {side: BLOCKS}
+    rows = (Rows(cache, [1]) for cache in caches.values())
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, f"^{side} has no layout; tokens and unlike"):
+        kvplan.plan(Transfer(*rows, num_tokens=3), local="dst")
+
+
+@pytest.mark.parametrize("side", ["src", "dst"])
+@pytest.mark.parametrize("reinterpret", [False, True])
+def test_rows_whose_values_lie_elsewhere_are_not_copied_as_bytes(
+    side: str, reinterpret: bool
+) -> None:
+    """The keys of a block are as large as a row of the other side, whose content is unknown."""
+    apart = CacheDesc(4, (2, 8, 4), DataType.DT_INT8, kv_tensor_format="kv block token")
+    other = BLOCKS if reinterpret else Side(4, 8, 4, True, Placement.DEVICE)
+    caches: dict[str, Any] = {"src": other, "dst": other, side: apart}
+    rows = (Rows(cache, [1]) for cache in caches.values())
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, "(src|dst) has no layout; tokens and unlike"):
+        kvplan.plan(Transfer(*rows, reinterpret=reinterpret), local="dst")
 
 
 @pytest.mark.parametrize("index", [-1, 4, HUGE])

@@ -311,5 +311,6 @@ def test_a_single_part_has_the_version_in_its_document() -> None:
     for wrong in ({}, {"schema_version": SCHEMA_VERSION - 1}, {"schema_version": True}):
         with refused(LLMStatusCode.LLM_PARAM_INVALID, "schema_version"):
             part_from_dict(document | wrong)
-    with refused(LLMStatusCode.LLM_PARAM_INVALID, "document is not a part of a plan: kind=5"):
-        part_from_dict(document | {"schema_version": SCHEMA_VERSION, "kind": 5})
+    for name, value in (("kind", 5), ("num_slices", "2"), ("src_tensors", [0])):
+        with refused(LLMStatusCode.LLM_PARAM_INVALID, f"is not a part of a plan: {name}="):
+            part_from_dict(document | {"schema_version": SCHEMA_VERSION, name: value})

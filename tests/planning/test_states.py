@@ -205,3 +205,13 @@ def test_states_of_another_shape_are_refused() -> None:
     )
     with refused("LLM_PARAM_INVALID", "src and dst differ in axis state"):
         kvplan.plan(Transfer(Rows(three, [0]), Rows(four, [0])), local="dst")
+
+
+@pytest.mark.parametrize("name", ["src.first_token", "dst.first_token", "num_tokens"])
+def test_a_state_has_no_tokens_to_count(name: str) -> None:
+    state = recurrent_cache([np.zeros((4, 4, 4, 8), np.float16)], 4, 0, 1).desc
+    side, _, field = name.rpartition(".")
+    rows = {end: Rows(state, [1], **{field: 1} if side == end else {}) for end in ("src", "dst")}
+    number = None if side else 1
+    with refused("LLM_PARAM_INVALID", f"num_tokens={number} and token offsets need an axis token"):
+        kvplan.plan(Transfer(rows["src"], rows["dst"], num_tokens=number), local="dst")

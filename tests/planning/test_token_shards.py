@@ -370,6 +370,25 @@ def test_sources_that_leave_different_tokens_for_different_heads_are_refused() -
         kvplan.plan(Transfer(rows, Rows(WHOLE, [6, 7]), num_tokens=64, rank=2), local="dst")
 
 
+def test_sources_that_leave_different_tokens_for_the_last_layer_are_refused() -> None:
+    """The second source gives all tokens of two layers, and every other token of the third."""
+    even, all_layers, middle = (
+        CacheDesc(
+            2 * len(layers),
+            (8, 32, 2, 8),
+            DataType.DT_FLOAT16,
+            kv_tensor_format="NHD",
+            shard=Shard(layers, num_layers=3, tokens=tokens),
+        )
+        for layers, tokens in (
+            (range(2, 3), Interleaved(0, 2)), (range(3), None), (range(1, 2), None)
+        )
+    )  # fmt: skip
+    rows = [Rows(even, [4]), Rows(all_layers, [4, 5]), Rows(middle, [4, 5])]
+    with refused("LLM_PARAM_INVALID", r"sources\[1\] overlaps others so that its share"):
+        kvplan.plan(Transfer(rows, Rows(all_layers, [6, 7]), num_tokens=64, rank=0), local="dst")
+
+
 @pytest.mark.parametrize("held", [Interleaved(1, 2), Interleaved(1, 4, 16), range(3, 90)])
 def test_caches_of_one_rank_move_whole_blocks(held: Held) -> None:
     plan = kvplan.plan(Transfer(Rows(desc(held), [1, 2]), Rows(desc(held), [4, 5])), local="dst")

@@ -67,9 +67,11 @@ def test_each_participant_gets_its_weights(
     resharded(manifest(**source), manifest(**target), tmp_path, weights())
 
 
-def test_a_tensor_may_be_split_along_another_dimension(tmp_path: Path) -> None:
-    rows: dict[str, tuple[tuple[int, ...], int | None]] = {"w": ((32, 3, 16), 0)}
-    columns: dict[str, tuple[tuple[int, ...], int | None]] = {"w": ((32, 3, 16), 2)}
+@pytest.mark.parametrize(("shape", "dims"), [((32, 3, 16), (0, 2)), ((1, 32, 16), (1, 2))])
+def test_a_tensor_may_be_split_along_another_dimension(
+    shape: tuple[int, ...], dims: tuple[int, int], tmp_path: Path
+) -> None:
+    rows, columns = ({"w": (shape, dim)} for dim in dims)
     source, target = manifest(4, split=rows), manifest(2, split=columns)
     plans = resharded(source, target, tmp_path, weights(rows))
     assert [part.source for part in plans["d0-p0-t1"].parts] == [0, 1, 2, 3]
