@@ -248,6 +248,26 @@ def test_a_slow_reader_delays_the_writer_and_gets_all_in_order(
         assert conversation.far.next() == ("notice", notice(f"{number}{text}"))
 
 
+def test_a_request_that_cannot_be_sent_ends_in_time(conversation: Conversation) -> None:
+    release = threading.Event()
+
+    async def ask() -> bool:
+        with suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(0.2):
+                    await conversation.channel.notify(notice("x" * 4000))
+        asking = asyncio.create_task(conversation.channel.request(Sync(), 0.05))
+        ended, _ = await asyncio.wait((asking,), timeout=DEADLINE_S)
+        return any(isinstance(task.exception(), TimeoutError) for task in ended)
+
+    conversation.far_channel()
+    conversation.far_loop.call_soon(release.wait)  # meanwhile the far loop reads nothing
+    try:
+        assert conversation.loop.run(ask())
+    finally:
+        release.set()
+
+
 def test_closing_sends_the_reason_after_all_other_messages(conversation: Conversation) -> None:
     conversation.notify(notice("last words"))
     call(conversation.loop, conversation.channel.close, "finalized")

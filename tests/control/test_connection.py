@@ -194,6 +194,28 @@ class Source:
         self.calls.append("resume")
 
 
+def test_a_source_is_paused_as_often_as_the_peer_stops_reading() -> None:
+    async def run() -> None:
+        loop, near_far = asyncio.get_running_loop(), socket.socketpair()
+        for each in near_far:
+            each.setblocking(False)
+        near, far = near_far
+        source = Source()
+        stream = Stream(lambda _: None, lambda _: None)
+        stream.other = cast(Stream, source)
+        stream.attach(near)
+        for _ in range(2):
+            stream.write(bytes(1 << 20))
+            left = 1 << 20
+            while left:
+                left -= len(await loop.sock_recv(far, left))
+        assert source.calls == ["pause", "resume"] * 2
+        stream.abort()
+        far.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+
 @pytest.mark.parametrize("ending", ["close", "end", "abort"])
 @pytest.mark.parametrize("nbytes", [0, 1, 4 << 20], ids=["nothing", "little", "much"])
 def test_how_a_stream_ends_decides_what_is_still_sent(ending: str, nbytes: int) -> None:

@@ -373,6 +373,31 @@ def test_the_direct_connection_is_offered_until_an_offer_was_answered() -> None:
     asyncio.run(run())
 
 
+def test_notifications_in_the_background_leave_nothing() -> None:
+    def num_tasks() -> int:
+        gc.collect()
+        return sum(isinstance(tracked, asyncio.Task) for tracked in gc.get_objects())
+
+    async def run() -> int:
+        sender, receiving = Notifier(2), Receiving()
+        channel: Any = receiving
+        before = num_tasks()
+        for _ in range(50):
+            sender.send_later(sender.defer(), lambda: channel, b"1", 60)
+            while not receiving.wire:
+                await asyncio.sleep(0)
+            receiving.take()
+        await sent(sender, receiving)
+        receiving.take()
+        await receiving.calls.pop()  # after all earlier ones
+        sender.end(None)
+        receiving.end()
+        assert receiving.arrived == [1] * 51
+        return num_tasks() - before
+
+    assert asyncio.run(run()) < 25
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_notifications_arrive_in_the_order_of_the_calls(seed: int) -> None:
     """The order holds for each way, even if callers have stopped waiting, or the queue is full."""

@@ -207,7 +207,7 @@ def test_the_error_of_an_attempt_is_forgotten_after_a_success(
     end.links.unlink([2], 5000).raise_for_status()
     with pytest.raises(LLMException, match="cluster 2 is not linked") as error:
         end.links.get(2)
-    assert "the last try" not in str(error.value)
+    assert "the last attempt" not in str(error.value)
 
 
 def test_a_host_name_that_does_not_exist(end: End) -> None:
@@ -347,7 +347,10 @@ def test_the_initiator_cannot_reach_the_peer(make_end: MakeEnd, end: End) -> Non
     one = make_end(3, transports=[_Unconnectable()])
     why = "transport: local: no route"
     one.check_link_fails(end.cluster, LLMStatusCode.LLM_LINK_FAILED, why)
-    assert "no route" in end.wait_for(3, "UNLINKED")
+    # Only one end has a caller that learns of the failure.
+    lines = one.wait_for(1, "UNLINKED"), end.wait_for(3, "UNLINKED")
+    assert ["no route" in line for line in lines] == [True, True]
+    assert [line.partition(" ")[0] for line in lines] == ["INFO", "WARNING"]
     assert (one.state(1), end.state(3)) == (None, None)
 
 

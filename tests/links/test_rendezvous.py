@@ -88,6 +88,28 @@ def test_each_member_that_never_arrives_has_the_reason(make_end: MakeEnd, comm_d
     end.links.comm_unlink(comm_id)
 
 
+def test_only_members_that_have_not_linked_are_named(make_end: MakeEnd, comm_dir: str) -> None:
+    """Of two linked members, one has listened and the other has connected."""
+    for total_s in (1, 4, 16):  # a loaded machine may need longer to link two of them
+        one, two = (
+            make_end(i, listen="", comm_dir=comm_dir, link_total_time=total_s) for i in (1, 2)
+        )
+        lines = []
+        for end in (one, two):
+            end.links.comm_link("name", {1: 0, 2: 1, 3: 2})
+        for end in (one, two):
+            lines.append(end.log.wait_for_line(f"comm cluster={end.cluster_id} comm_id=1 "))
+        is_linked = LinkState.LINKED is one.state(2) is two.state(1)
+        for end in (one, two):
+            end.links.comm_unlink(1)
+            end.links.close()
+        if is_linked:
+            break
+    for line in lines:
+        assert f"clusters [3] have not linked within {total_s} s: cluster 3 has not" in line
+        assert line.count(" has not ") == 1
+
+
 def test_an_orderly_end_does_not_count_as_a_failure(make_end: MakeEnd, comm_dir: str) -> None:
     """A caller that polls rarely would take that for a link that was never made."""
     one, two = (make_end(i, listen="", comm_dir=comm_dir) for i in (1, 2))
