@@ -94,11 +94,11 @@ def test_only_members_that_have_not_linked_are_named(make_end: MakeEnd, comm_dir
         one, two = (
             make_end(i, listen="", comm_dir=comm_dir, link_total_time=total_s) for i in (1, 2)
         )
-        lines = []
         for end in (one, two):
             end.links.comm_link("name", {1: 0, 2: 1, 3: 2})
-        for end in (one, two):
-            lines.append(end.log.wait_for_line(f"comm cluster={end.cluster_id} comm_id=1 "))
+        lines = [
+            end.log.wait_for_line(f"comm cluster={end.cluster_id} comm_id=1 ") for end in (one, two)
+        ]
         is_linked = LinkState.LINKED is one.state(2) is two.state(1)
         for end in (one, two):
             end.links.comm_unlink(1)
