@@ -21,6 +21,7 @@ from kvnative._packets import LARGEST, take_packets
 from kvplan.control.messages import Notified, Notify
 from kvplan.control.notifying import WINDOW, DirectListener, DirectSender, Notifier, connect
 from kvplan.status import busy
+from tests.support.held import ended_tasks
 from tests.support.refusals import refused
 
 UNPRIVILEGED = 65534
@@ -374,14 +375,10 @@ def test_the_direct_connection_is_offered_until_an_offer_was_answered() -> None:
 
 
 def test_notifications_in_the_background_leave_nothing() -> None:
-    def num_tasks() -> int:
-        gc.collect()
-        return sum(isinstance(tracked, asyncio.Task) for tracked in gc.get_objects())
-
     async def run() -> int:
         sender, receiving = Notifier(2), Receiving()
         channel: Any = receiving
-        before = num_tasks()
+        before = ended_tasks()
         for _ in range(50):
             sender.send_later(sender.defer(), lambda: channel, b"1", 60)
             while not receiving.wire:
@@ -393,7 +390,7 @@ def test_notifications_in_the_background_leave_nothing() -> None:
         sender.end(None)
         receiving.end()
         assert receiving.arrived == [1] * 51
-        return num_tasks() - before
+        return ended_tasks() - before
 
     assert asyncio.run(run()) < 25
 

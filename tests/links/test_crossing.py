@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 
 from kvplan import LLMStatusCode
 from kvplan.links import ClusterInfo, LinkResults, LinkState
+from kvplan.links.peer_link import PeerLink
 from kvplan.transport.local import LocalTransport
 from tests.links.end import DEADLINE_S, End
 
@@ -97,6 +99,24 @@ def test_a_delayed_handshake_ends_with_that_of_the_peer(make_end: MakeEnd) -> No
             one.link(two.cluster)
             assert call.result(DEADLINE_S).status is OK
         assert one.links.live() == two.links.live() == 1
+
+
+def test_an_attempt_has_only_the_time_that_earlier_ones_have_left(make_end: MakeEnd) -> None:
+    slow = _Slow()
+    one, two = make_end(1, transports=[slow]), make_end(2)
+    links, endpoint = one.links, two.cluster.endpoint()
+
+    async def ends() -> bool:
+        link = PeerLink(2, str(endpoint), "", links._control, wait_ms=1000)
+        deadline = asyncio.get_running_loop().time() + 0.5
+        attempt = links._initiator._attempt(link, endpoint, links._handler, deadline, 3600.0)
+        ended, _ = await asyncio.wait((asyncio.create_task(attempt),), timeout=DEADLINE_S)
+        return bool(ended)
+
+    try:
+        assert links._control.run(ends())
+    finally:
+        slow.go_on.set()
 
 
 def test_two_threads_link_one_cluster(make_end: MakeEnd) -> None:

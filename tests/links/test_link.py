@@ -11,15 +11,17 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvplan import CacheKey, LLMException, LLMStatusCode
+from kvplan import BlockLease, CacheIndex, CacheKey, LLMException, LLMStatusCode
 from kvplan.control.endpoint import Endpoint
 from kvplan.links import ClusterInfo, IpInfo, LinkResult, LinkResults, LinkState
+from kvplan.links.peer_link import PeerLink
 from kvplan.transport.local import LocalTransport
 from tests.links.end import DEADLINE_S, End
 from tests.links.peer import Peer
@@ -159,6 +161,41 @@ def test_each_cluster_of_a_call_has_its_result(make_end: MakeEnd, end: End) -> N
     assert results.status is LLMStatusCode.LLM_LINK_FAILED
     with pytest.raises(LLMException, match="Connection refused"):
         results.raise_for_status()
+
+
+ASKS: dict[str, Callable[..., object]] = {
+    "sync": PeerLink.sync,
+    "claim": partial(PeerLink.claim, key=CacheKey(2, 1)),
+    "cache": partial(PeerLink.cache, index=CacheIndex(2, 1)),
+    "leased": lambda link, **limit: link.leased(
+        BlockLease(2, link.instance, 1, 1, (1,), True, "", ()), **limit
+    ),
+    "address_index": partial(PeerLink.address_index, writable=False, ask=True),
+    "tensors": partial(PeerLink.tensors, addresses=[4096], stride=64, paged=True),
+}
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_a_caller_may_limit_the_wait_for_an_answer(make_end: MakeEnd, ask: str) -> None:
+    end, other = make_end(1), make_end(2)
+    end.link(other.cluster)
+    link, control = end.links.get(2), end.links._control
+    while not link._slots.locked():
+        control.run(link._slots.acquire())
+    with refused(LLMStatusCode.LLM_TIMEOUT, "cluster 2 has not answered within 60 ms"):
+        ASKS[ask](link, wait_ms=60.0)
+
+
+def test_a_caller_may_limit_the_wait_for_a_notification(make_end: MakeEnd) -> None:
+    end, other = make_end(1), make_end(2)
+    end.link(other.cluster)
+    link, control = end.links.get(2), end.links._control
+    while not link.notifier._slots.locked():
+        control.run(link.notifier._slots.acquire())
+    with refused(LLMStatusCode.LLM_TIMEOUT, "cluster 2 has not answered within 60 ms; the notif"):
+        link.notify(b"now", 60.0)
+    with refused(LLMStatusCode.LLM_TIMEOUT, "cluster 2 has not answered within 70 ms; the notif"):
+        asyncio.run(link.notify_async(b"now", 70.0))
 
 
 @pytest.mark.parametrize("ask", ["sync", "find", "claim"])

@@ -12,7 +12,7 @@ from threading import Event
 
 import pytest
 
-from kvplan import CacheIndex, LLMException, LLMStatusCode
+from kvplan import CacheIndex, CacheKey, LLMException, LLMStatusCode
 from kvplan.control.messages import Unlink, Unlinked
 from kvplan.links import LinkState
 from kvplan.links.lifecycle import LinkLifecycle
@@ -22,6 +22,7 @@ from tests.support.peer import PATIENCE_MS, PeerDiedError
 from tests.support.refusals import refused
 
 MakeEnd = Callable[..., End]
+KEY = CacheKey(2, 70)
 BEGIN = "link = end.links.get(1); link.begin(link)"
 
 
@@ -69,6 +70,27 @@ def test_a_long_unlink_waits_for_operations_of_the_peer(end: End, peer: Peer) ->
         peer.run("link.end(link)")
         unlinking.result(DEADLINE_S).raise_for_status()
     assert (end.state(2), peer.state(1)) == (None, None)
+
+
+def test_operations_of_the_peer_are_served_until_they_end(make_end: MakeEnd) -> None:
+    one, two = make_end(1), make_end(2)
+    two.registry.allocate(DESC, paged=False, keys=[KEY])
+    one.link(two.cluster)
+    link, far_link = one.links.get(2), two.links.get(1)
+    claim = link.claim(KEY)
+    far_link.begin(far_link)
+    with ThreadPoolExecutor(1) as threads:
+        unlinking = threads.submit(two.links.unlink, [1], 600_000)
+        try:
+            two.wait_until(1, LinkState.UNLINKING)
+            link.sync()
+            claim.release(range(2))  # consumes the key
+            with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "req_id=70"):
+                link.find(KEY)
+        finally:
+            far_link.end(far_link)
+        unlinking.result(DEADLINE_S).raise_for_status()
+    assert (one.state(2), two.state(1)) == (None, None)
 
 
 def test_an_operation_that_is_dropped_does_not_keep_the_link_busy() -> None:
