@@ -399,6 +399,19 @@ def test_each_ping_waits_for_a_message_of_its_own(conversation: Conversation) ->
     conversation.loop.run(ping_for_long())
 
 
+def test_a_ping_learns_of_the_end(conversation: Conversation) -> None:
+    channel = conversation.channel
+
+    async def ping() -> None:
+        pinging = asyncio.create_task(channel.ping())
+        await asyncio.sleep(0)  # until it waits
+        channel.close("enough")
+        await pinging
+
+    with pytest.raises(ChannelClosed, match="enough"):
+        conversation.loop.run(ping())
+
+
 def test_replies_that_no_request_waits_for_are_ignored(conversation: Conversation) -> None:
     """A peer may reply twice, or to a number that no request has."""
     channel = conversation.channel

@@ -159,6 +159,19 @@ def test_the_handshake_of_the_lower_id_continues(own_id: int, state: LinkState) 
     assert asyncio.run(meet()) is (own_id < 5)
 
 
+def test_a_handshake_waits_for_the_other_as_long_as_its_own_end_does() -> None:
+    async def meet() -> None:
+        own = SimpleNamespace(settled=asyncio.Event(), state=LinkState.LINKING)
+        made, _ = acceptor(1, initiating={5: own})
+        waiting = asyncio.create_task(made._yield_to_own_handshake(hello(5), 0.05))
+        await asyncio.wait((waiting,), timeout=30)
+        assert waiting.done()
+        with refused("LLM_LINK_FAILED", "the handshake of cluster 1 has not ended in time"):
+            await waiting
+
+    asyncio.run(meet())
+
+
 class Located:
     """Memory of a peer."""
 

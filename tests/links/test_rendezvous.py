@@ -102,12 +102,18 @@ def test_only_members_that_have_not_linked_are_named(make_end: MakeEnd, comm_dir
         is_linked = LinkState.LINKED is one.state(2) is two.state(1)
         for end in (one, two):
             end.links.comm_unlink(1)
-            end.links.close()
         if is_linked:
             break
+        one.close()
+        two.close()
     for line in lines:
         assert f"clusters [3] have not linked within {total_s} s: cluster 3 has not" in line
         assert line.count(" has not ") == 1
+    for end, other in ((one, 2), (two, 1)):
+        with refused(LLMStatusCode.LLM_NOT_YET_LINK, f"^cluster {other} is not linked .LLM_"):
+            end.links.get(other)
+        with refused(LLMStatusCode.LLM_NOT_YET_LINK, "the last attempt failed: communicator"):
+            end.links.get(3)
 
 
 def test_an_orderly_end_does_not_count_as_a_failure(make_end: MakeEnd, comm_dir: str) -> None:
@@ -286,7 +292,8 @@ def test_an_engine_of_another_communicator_of_that_name_is_refused(
         end.links.comm_link("name", {1: 0, 2: 0})
     other.links.comm_link("name", {1: 0, 3: 0})
     assert [settle(end, 1) for end in (one, two)] == [OK, OK]
-    line = other.log.wait_for_line("comm cluster=3 comm_id=1 ")
+    line = other.log.wait_for_line(" cluster=3 ")  # the only one, in spite of all its attempts
+    assert line.startswith("WARNING comm cluster=3 comm_id=1 ")
     assert "state=FAILED" in line
     assert "is not linking communicator 'name' with cluster 3" in line.replace("\\", "")
     assert [one.state(2), one.state(3), other.state(1)] == [LinkState.LINKED, None, None]
