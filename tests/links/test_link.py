@@ -175,27 +175,15 @@ ASKS: dict[str, Callable[..., object]] = {
 }
 
 
-@pytest.mark.parametrize("ask", ASKS)
-def test_a_caller_may_limit_the_wait_for_an_answer(make_end: MakeEnd, ask: str) -> None:
-    end, other = make_end(1), make_end(2)
-    end.link(other.cluster)
-    link, control = end.links.get(2), end.links._control
-    while not link._slots.locked():
-        control.run(link._slots.acquire())
-    with refused(LLMStatusCode.LLM_TIMEOUT, "cluster 2 has not answered within 60 ms"):
-        ASKS[ask](link, wait_ms=60.0)
+def take_places(end: End, places: asyncio.Semaphore) -> None:
+    """Make later requests wait for a place, for longer than a test that passes."""
 
+    async def take() -> None:
+        while not places.locked():
+            await places.acquire()
+        asyncio.get_running_loop().call_later(DEADLINE_S, places.release)
 
-def test_a_caller_may_limit_the_wait_for_a_notification(make_end: MakeEnd) -> None:
-    end, other = make_end(1), make_end(2)
-    end.link(other.cluster)
-    link, control = end.links.get(2), end.links._control
-    while not link.notifier._slots.locked():
-        control.run(link.notifier._slots.acquire())
-    with refused(LLMStatusCode.LLM_TIMEOUT, "cluster 2 has not answered within 60 ms; the notif"):
-        link.notify(b"now", 60.0)
-    with refused(LLMStatusCode.LLM_TIMEOUT, "cluster 2 has not answered within 70 ms; the notif"):
-        asyncio.run(link.notify_async(b"now", 70.0))
+    end.links._control.run(take())
 
 
 @pytest.mark.parametrize("ask", ["sync", "find", "claim"])
@@ -203,24 +191,31 @@ def test_a_request_behind_others_has_the_same_timeout(make_end: MakeEnd, ask: st
     """The peer has the maximum number of unanswered requests, so the call must wait for a place."""
     end, other = make_end(1, sync_kv_cache_wait_time=100), make_end(2)
     end.link(other.cluster)
-    link, control = end.links.get(2), end.links._control
-    while not link._slots.locked():
-        control.run(link._slots.acquire())
-    failed: list[LLMException] = []
+    link = end.links.get(2)
+    take_places(end, link._slots)
+    with refused(LLMStatusCode.LLM_TIMEOUT, "cluster 2 has not answered within 100 ms"):
+        getattr(link, ask)(*([] if ask == "sync" else [CacheKey(2, 1)]))
 
-    def call() -> None:
-        try:
-            getattr(link, ask)(*([] if ask == "sync" else [CacheKey(2, 1)]))
-        except LLMException as error:
-            failed.append(error)
 
-    asking = threading.Thread(target=call)
-    asking.start()
-    asking.join(DEADLINE_S)
-    control.call_soon(link._slots.release)
-    asking.join()
-    assert [error.status_code for error in failed] == [LLMStatusCode.LLM_TIMEOUT]
-    assert "cluster 2 has not answered within 100 ms" in str(failed[0])
+@pytest.mark.parametrize("ask", ASKS)
+def test_a_caller_may_limit_the_wait_for_an_answer(make_end: MakeEnd, ask: str) -> None:
+    end, other = make_end(1), make_end(2)
+    end.link(other.cluster)
+    link = end.links.get(2)
+    take_places(end, link._slots)
+    with refused(LLMStatusCode.LLM_TIMEOUT, "cluster 2 has not answered within 60 ms"):
+        ASKS[ask](link, wait_ms=60.0)
+
+
+def test_a_caller_may_limit_the_wait_for_a_notification(make_end: MakeEnd) -> None:
+    end, other = make_end(1), make_end(2)
+    end.link(other.cluster)
+    link = end.links.get(2)
+    take_places(end, link.notifier._slots)
+    with refused(LLMStatusCode.LLM_TIMEOUT, "cluster 2 has not answered within 60 ms; the notif"):
+        link.notify(b"now", 60.0)
+    with refused(LLMStatusCode.LLM_TIMEOUT, "cluster 2 has not answered within 70 ms; the notif"):
+        asyncio.run(link.notify_async(b"now", 70.0))
 
 
 def test_a_refused_port_names_the_peer_and_the_reason(end: End) -> None:
