@@ -322,18 +322,6 @@ class TestMessages:
             known.apply(table)
         assert sorted(known.by_id) == list(range(1, 101))
 
-    def test_texts_of_characters_of_four_bytes_fit_too(self) -> None:
-        wide = "\N{MATHEMATICAL BOLD CAPITAL A}"
-        desc = CacheDesc(1, (1,), DataType.DT_INT8, kv_tensor_format="opaque " + 249 * wide)
-        first = _entry(1, desc, b"m")
-        entries = {
-            i: replace(first, cache=replace(first.cache, cache_id=i), name=256 * wide)
-            for i in range(1, 601)
-        }
-        tables = PublishedTable(("local",)).pending_updates(entries, {})
-        assert max(len(encode(table)) for table in tables) <= MAX_NBYTES
-        assert sum(len(table.entries) for table in tables) == 600
-
     def test_the_largest_that_can_be_made_fits_too(self, pair: tuple[End, End]) -> None:
         one, two = pair
         desc = CacheDesc(
