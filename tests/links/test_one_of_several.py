@@ -27,6 +27,7 @@ from kvplan.links.peer_table import PeerCache
 from kvplan.links.transitions import Transitions
 from kvplan.types import LlmRole
 from tests.links.end import DESC, End
+from tests.support.ports import free_port
 from tests.support.refusals import refused
 
 MakeEnd = Callable[..., End]
@@ -170,6 +171,32 @@ def test_a_handshake_waits_for_the_other_as_long_as_its_own_end_does() -> None:
             await waiting
 
     asyncio.run(meet())
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_the_handshake_of_the_peer_is_waited_for_until_the_deadline(
+    make_end: MakeEnd, count: int
+) -> None:
+    """The failure of an earlier attempt explains more than the wait."""
+    end = make_end(1, listen="", link_retry_count=2)
+    there = Endpoint.parse(f"127.0.0.1:{free_port()}")
+    theirs = cast(Any, SimpleNamespace(settled=asyncio.Event()))
+    accepting, links = end.links._transitions.accepting, end.links
+
+    async def link() -> None:
+        if not count:
+            accepting[5] = theirs
+        linking = asyncio.create_task(links._initiator.link(5, there, links._handler, 0.3))
+        await asyncio.sleep(0)  # until the attempt, if any, has begun
+        accepting[5] = theirs
+        try:
+            await linking
+        finally:
+            del accepting[5]
+
+    why = "connect: Connection refused" if count else "its own handshake has not ended within 300"
+    with refused("LLM_LINK_FAILED", f"^cluster 5.*: {why}"):
+        links._control.run(link())
 
 
 class Located:

@@ -93,6 +93,26 @@ def test_operations_of_the_peer_are_served_until_they_end(make_end: MakeEnd) -> 
     assert (one.state(2), two.state(1)) == (None, None)
 
 
+def test_the_peer_has_only_a_part_of_the_time_that_is_left(
+    make_end: MakeEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait for operations of this end has used the rest."""
+    one, two = make_end(1), make_end(2)
+    one.link(two.cluster)
+    channel = one.links.get(2).channel
+    assert channel is not None
+    request, limits = channel.typed_request, []
+
+    async def observed(body: Unlink, expected: type[Unlinked], timeout_s: float) -> Unlinked:
+        limits.append((body.timeout_ms, timeout_s))
+        return await request(body, expected, timeout_s)
+
+    monkeypatch.setattr(channel, "typed_request", observed)
+    one.links.unlink([2], 3_600_000).raise_for_status()
+    ((peers_ms, own_s),) = limits
+    assert 0 < peers_ms <= 1000 * own_s / 2 < 1_800_000
+
+
 def test_an_operation_that_is_dropped_does_not_keep_the_link_busy() -> None:
     """An interrupt may drop an operation before its `end`, which then wakes no waiting call."""
 
