@@ -19,10 +19,11 @@ from kvplan.control.channel import Channel
 from kvplan.control.connecting import Server
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
-from kvplan.control.messages import Body, Hello, Offer, Welcome
+from kvplan.control.messages import Body, Confirm, Hello, Offer, Welcome
 from kvplan.links import ClusterInfo, LinkState
-from kvplan.links.handshake import HandshakeAcceptor
+from kvplan.links.handshake import HandshakeAcceptor, _Accepted
 from kvplan.links.local_engine import LocalEngine
+from kvplan.links.peer_link import PeerLink
 from kvplan.links.peer_table import PeerCache
 from kvplan.links.transitions import Transitions
 from kvplan.types import LlmRole
@@ -171,6 +172,29 @@ def test_a_handshake_waits_for_the_other_as_long_as_its_own_end_does() -> None:
             await waiting
 
     asyncio.run(meet())
+
+
+def test_a_handshake_that_ends_while_it_connects_replaces_no_link() -> None:
+    link = PeerLink(5, "", "", cast(ControlLoop, None), 1000)
+    link.connecting = cast(Any, object())
+    linked: list[object] = []
+
+    async def connected(_: object) -> None:
+        link.change_state(LinkState.UNLINKED, "unlinked by force")
+
+    made, _ = acceptor(
+        1,
+        accepting={5: link},
+        links={},
+        connected=connected,
+        check_capacity=id,
+        linked=linked.append,
+    )
+    made._accepted[link] = _Accepted(INSTANCE, (), 1.0, None)
+    channel = cast(Channel, SimpleNamespace(bound=link))
+    with refused("LLM_LINK_FAILED", "unlinked by force"):
+        asyncio.run(made.confirm(channel, Confirm(INSTANCE)))
+    assert linked == []
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -191,6 +191,35 @@ def test_a_dead_peer_is_unlinked_at_once(end: End, peer: Peer) -> None:
     assert end.state(2) is None
 
 
+@pytest.mark.parametrize("state", ["BROKEN", "CLOSED"])
+def test_a_lost_link_is_unlinked_though_operations_go_on(end: End, peer: Peer, state: str) -> None:
+    end.link(peer.cluster)
+    end.links.get(2).begin(end)
+    if state == "BROKEN":
+        peer.kill()
+    else:
+        peer.run("end.close()")
+    end.wait_for(2, state)
+    end.links.unlink([2], 50).raise_for_status()
+    assert end.links.status() == []
+
+
+def test_a_peer_that_dies_during_an_unlink_is_noticed(end: End, peer: Peer) -> None:
+    end.link(peer.cluster)
+    link = end.links.get(2)
+    link.begin(link)
+    with ThreadPoolExecutor(1) as threads:
+        unlinking = threads.submit(end.links.unlink, [2], 600_000)
+        try:
+            end.wait_until(2, LinkState.UNLINKING)
+            peer.kill()
+            end.wait_for(2, "BROKEN")
+        finally:
+            link.end(link)
+        unlinking.result(DEADLINE_S).raise_for_status()
+    assert end.links.status() == []
+
+
 def test_closing_disconnects_the_peers(end: End, peer: Peer) -> None:
     end.link(peer.cluster)
     end.close()
