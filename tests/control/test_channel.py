@@ -248,6 +248,26 @@ def test_a_slow_reader_delays_the_writer_and_gets_all_in_order(
         assert conversation.far.next() == ("notice", notice(f"{number}{text}"))
 
 
+def test_a_request_that_cannot_be_sent_ends_in_time(conversation: Conversation) -> None:
+    release = threading.Event()
+
+    async def ask() -> bool:
+        with suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(0.2):
+                    await conversation.channel.notify(notice("x" * 4000))
+        asking = asyncio.create_task(conversation.channel.request(Sync(), 0.05))
+        ended, _ = await asyncio.wait((asking,), timeout=DEADLINE_S)
+        return any(isinstance(task.exception(), TimeoutError) for task in ended)
+
+    conversation.far_channel()
+    conversation.far_loop.call_soon(release.wait)  # meanwhile the far loop reads nothing
+    try:
+        assert conversation.loop.run(ask())
+    finally:
+        release.set()
+
+
 def test_closing_sends_the_reason_after_all_other_messages(conversation: Conversation) -> None:
     conversation.notify(notice("last words"))
     call(conversation.loop, conversation.channel.close, "finalized")
@@ -377,6 +397,19 @@ def test_each_ping_waits_for_a_message_of_its_own(conversation: Conversation) ->
     finally:
         go_on.set()
     conversation.loop.run(ping_for_long())
+
+
+def test_a_ping_learns_of_the_end(conversation: Conversation) -> None:
+    channel = conversation.channel
+
+    async def ping() -> None:
+        pinging = asyncio.create_task(channel.ping())
+        await asyncio.sleep(0)  # until it waits
+        channel.close("enough")
+        await pinging
+
+    with pytest.raises(ChannelClosed, match="enough"):
+        conversation.loop.run(ping())
 
 
 def test_replies_that_no_request_waits_for_are_ignored(conversation: Conversation) -> None:

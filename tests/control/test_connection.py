@@ -15,7 +15,7 @@ from typing import cast
 import pytest
 import zmq
 
-from kvplan.control.connection import Connection
+from kvplan.control.connection import QUEUE_LENGTH, Connection
 from kvplan.control.loop import ControlLoop
 from kvplan.control.zmtp import Stream
 from tests.control.conversation import DEADLINE_S
@@ -139,8 +139,10 @@ def test_a_frame_is_read_though_sending_has_taken_the_signal_of_its_arrival(
         sent = b""
         while b"READY" not in sent:  # before that a peer may not send a frame
             sent += await asyncio.get_running_loop().sock_recv(ends.far, 1 << 16)
+        queued = 0
         while not has_room and connection.try_send(bytes(1 << 16)):
-            pass
+            queued += 1
+        assert queued < 2 * QUEUE_LENGTH  # some of them are in the buffer of the system
         connection.drain()  # takes the signals so far
         signal = select.poll()
         signal.register(connection._descriptor, select.POLLIN)
@@ -192,6 +194,50 @@ class Source:
 
     def resume(self) -> None:
         self.calls.append("resume")
+
+
+def test_a_source_is_paused_as_often_as_the_peer_stops_reading() -> None:
+    async def run() -> None:
+        loop, near_far = asyncio.get_running_loop(), socket.socketpair()
+        for each in near_far:
+            each.setblocking(False)
+        near, far = near_far
+        source = Source()
+        stream = Stream(lambda _: None, lambda _: None)
+        stream.other = cast(Stream, source)
+        stream.attach(near)
+        for _ in range(2):
+            stream.write(bytes(1 << 20))
+            left = 1 << 20
+            while left:
+                left -= len(await loop.sock_recv(far, left))
+        assert source.calls == ["pause", "resume"] * 2
+        stream.abort()
+        far.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+
+def test_bytes_that_find_room_again_do_not_overtake_queued_ones() -> None:
+    """The peer reads before the loop has sent what is queued."""
+
+    async def run() -> None:
+        loop, (near, far) = asyncio.get_running_loop(), socket.socketpair()
+        near.setblocking(False)
+        stream = Stream(lambda _: None, lambda _: None)
+        stream.other = cast(Stream, Source())
+        stream.attach(near)
+        stream.write(b"a" * (1 << 20))
+        found = bytearray(far.recv(1 << 20))
+        stream.write(b"b" * 1000)
+        far.setblocking(False)
+        while len(found) < (1 << 20) + 1000:
+            found += await loop.sock_recv(far, 1 << 20)
+        assert found == b"a" * (1 << 20) + b"b" * 1000
+        stream.abort()
+        far.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
 
 
 @pytest.mark.parametrize("ending", ["close", "end", "abort"])

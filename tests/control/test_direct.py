@@ -21,6 +21,7 @@ from kvnative._packets import LARGEST, take_packets
 from kvplan.control.messages import Notified, Notify
 from kvplan.control.notifying import WINDOW, DirectListener, DirectSender, Notifier, connect
 from kvplan.status import busy
+from tests.support.held import ended_tasks
 from tests.support.refusals import refused
 
 UNPRIVILEGED = 65534
@@ -371,6 +372,27 @@ def test_the_direct_connection_is_offered_until_an_offer_was_answered() -> None:
         assert receiving.arrived == [1, 3, 1, 6]
 
     asyncio.run(run())
+
+
+def test_notifications_in_the_background_leave_nothing() -> None:
+    async def run() -> int:
+        sender, receiving = Notifier(2), Receiving()
+        channel: Any = receiving
+        before = ended_tasks()
+        for _ in range(50):
+            sender.send_later(sender.defer(), lambda: channel, b"1", 60)
+            while not receiving.wire:
+                await asyncio.sleep(0)
+            receiving.take()
+        await sent(sender, receiving)
+        receiving.take()
+        await receiving.calls.pop()  # after all earlier ones
+        sender.end(None)
+        receiving.end()
+        assert receiving.arrived == [1] * 51
+        return ended_tasks() - before
+
+    assert asyncio.run(run()) < 25
 
 
 @pytest.mark.parametrize("seed", range(8))

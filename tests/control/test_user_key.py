@@ -83,6 +83,7 @@ def test_a_file_or_directory_that_others_may_use_is_refused(file: Path) -> None:
     file.chmod(0o600)
     file.parent.chmod(0o755)
     assert f"{file.parent} has mode 0755" in refusal()
+    assert "has mode 0755" in describe_user_key().why_not
 
 
 def test_a_peer_that_needs_a_refused_key_is_named(loop: ControlLoop, file: Path) -> None:

@@ -159,6 +159,25 @@ def test_clients_that_leave_before_the_answer_do_not_use_up_its_places() -> None
         assert client.recv(1) == b"{"
 
 
+def test_a_client_that_does_not_read_delays_others_for_a_second_at_most() -> None:
+    """The only worker gives it up, and answers the next client."""
+    control, texts = ControlLoop(max_workers=1), ["short", "x" * (1 << 20)]
+    status = StatusSocket(control, "unread", lambda: {"text": texts.pop()})
+
+    async def start() -> None:
+        status.start()
+
+    control.start()
+    with ExitStack() as opened:
+        opened.callback(control.stop)
+        control.run(start())
+        name = f"kvplan-status-{os.geteuid()}-{os.getpid()}-unread"
+        opened.enter_context(socket.socket(socket.AF_UNIX)).connect(f"\0{name}")
+        answer = _read(name, DEADLINE_S)
+    assert answer is not None
+    assert answer.document == {"schema_version": 1, "text": "short"}, answer
+
+
 def test_a_surplus_client_is_refused() -> None:
     control, goes_on = ControlLoop(max_workers=4), Event()
 

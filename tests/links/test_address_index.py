@@ -21,6 +21,7 @@ def column(*numbers: int) -> np.ndarray:
 @given(extents=extents, ranges=ranges)
 @example(extents=[(1, 10), (3, 20)], ranges=[(1, 20)])  # the second ends later
 @example(extents=[(1, 20), (3, 10)], ranges=[(1, 20)])  # the second lies inside of the first
+@example(extents=[(5, 1), (1, 10), (10, 1)], ranges=[(5, 6)])  # a last byte is a whole extent
 @example(extents=[(1, 10), (11, 10)], ranges=[(5, 12), (15, 6)])  # only the first range goes on
 def test_ranges_are_cut_where_they_pass_from_one_to_the_next(
     extents: list[tuple[int, int]], ranges: list[tuple[int, int]]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,8 +15,12 @@ import pytest
 
 from kvplan import LLMStatusCode
 from kvplan.links import ClusterInfo, LinkResults, LinkState
+from kvplan.links.peer_link import PeerLink
+from kvplan.transport.link import TransportLink
 from kvplan.transport.local import LocalTransport
+from kvplan.transport.tcp.transport import TcpTransport
 from tests.links.end import DEADLINE_S, End
+from tests.support.refusals import refused
 
 MakeEnd = Callable[..., End]
 OK = LLMStatusCode.LLM_SUCCESS
@@ -99,6 +106,49 @@ def test_a_delayed_handshake_ends_with_that_of_the_peer(make_end: MakeEnd) -> No
         assert one.links.live() == two.links.live() == 1
 
 
+def test_an_attempt_has_only_the_time_that_earlier_ones_have_left(make_end: MakeEnd) -> None:
+    slow = _Slow()
+    one, two = make_end(1, transports=[slow]), make_end(2)
+    links, endpoint = one.links, two.cluster.endpoint()
+
+    async def ends() -> bool:
+        link = PeerLink(2, str(endpoint), "", links._control, wait_ms=1000)
+        deadline = asyncio.get_running_loop().time() + 0.5
+        attempt = links._initiator._attempt(link, endpoint, links._handler, deadline, 3600.0)
+        ended, _ = await asyncio.wait((asyncio.create_task(attempt),), timeout=DEADLINE_S)
+        return bool(ended)
+
+    try:
+        assert links._control.run(ends())
+    finally:
+        slow.go_on.set()
+
+
+def test_the_transports_of_a_link_share_the_time_of_the_call(make_end: MakeEnd) -> None:
+    limits: list[float] = []
+
+    class Near(LocalTransport):
+        def shortfall(self, metadata: bytes) -> str:
+            return "too little"
+
+        def connect(self, metadata: bytes, *, timeout_ms: float, **kwargs: Any) -> Any:
+            limits.append(timeout_ms)
+            return super().connect(metadata, timeout_ms=timeout_ms, **kwargs)
+
+    class Far(TcpTransport):
+        def connect(self, metadata: bytes, *, timeout_ms: float, **kwargs: Any) -> Any:
+            limits.append(timeout_ms)
+            return super().connect(metadata, timeout_ms=timeout_ms, **kwargs)
+
+    one, two = make_end(1, transports=[Near(), Far()]), make_end(2, transports=[Near(), Far()])
+    one.links.link([two.cluster], 30_000).raise_for_status()
+    assert one.status(2).transport == "local+tcp"
+    assert len(limits) == 4
+    # Both ends connect at the same time; each has less for its second transport.
+    assert max(limits) < 30_000
+    assert len(set(limits)) == 4
+
+
 def test_two_threads_link_one_cluster(make_end: MakeEnd) -> None:
     slow = _Slow()
     one, two = make_end(1, transports=[slow]), make_end(2)
@@ -132,6 +182,36 @@ def test_unlink_while_linking(make_end: MakeEnd) -> None:
     two.wait_for(1, "UNLINKED")
     assert one.links.live() == two.links.live() == 0
     one.link(two.cluster)
+
+
+class _Kept(_Slow):
+    """A slow transport whose connections the test can look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: queue.SimpleQueue[TransportLink] = queue.SimpleQueue()
+
+    def connect(self, metadata: bytes, **kwargs: Any) -> Any:
+        made = super().connect(metadata, **kwargs)
+        self.made.put(made)
+        return made
+
+
+def test_a_connection_that_is_made_after_the_end_of_its_handshake_is_closed(
+    make_end: MakeEnd,
+) -> None:
+    slow = _Kept()
+    one, two = make_end(1, transports=[slow]), make_end(2)
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(one.links.link, [two.cluster], 10000)
+        assert slow.connecting.wait(DEADLINE_S)
+        one.links.unlink([2], 1000, force=True).raise_for_status()
+        assert call.result(DEADLINE_S).status is LLMStatusCode.LLM_LINK_FAILED
+        slow.go_on.set()
+    made, deadline = slow.made.get(timeout=DEADLINE_S), time.monotonic() + DEADLINE_S
+    with refused(LLMStatusCode.LLM_NOT_YET_LINK, "cluster 1 has unlinked by force"):
+        while time.monotonic() < deadline:
+            made.check()
 
 
 @pytest.mark.parametrize("round_", range(10))

@@ -12,6 +12,7 @@ from kvplan import CacheIndex, LLMStatusCode
 from kvplan.links import ClusterInfo, LinkState
 from tests.links.end import DEADLINE_S, DESC, End
 from tests.links.peer import Peer
+from tests.support.held import ended_tasks
 from tests.support.peer import EXECUTE_ANOTHER_PROGRAM, PeerDiedError
 from tests.support.refusals import refused
 
@@ -151,9 +152,10 @@ def test_nothing_stays_open_over_many_links(make_end: MakeEnd) -> None:
 
     for _ in range(5):
         round_()
-    before = _open_files()
+    before, ended = _open_files(), ended_tasks()
     for _ in range(50):
         round_()
+    assert ended_tasks() < ended + 50
     deadline = time.monotonic() + DEADLINE_S
     while _open_files() > before + 4:  # some descriptors close a moment later
         assert time.monotonic() < deadline, f"{_open_files()} files are open, {before} were"

@@ -11,15 +11,17 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvplan import CacheKey, LLMException, LLMStatusCode
+from kvplan import BlockLease, CacheIndex, CacheKey, LLMException, LLMStatusCode
 from kvplan.control.endpoint import Endpoint
 from kvplan.links import ClusterInfo, IpInfo, LinkResult, LinkResults, LinkState
+from kvplan.links.peer_link import PeerLink
 from kvplan.transport.local import LocalTransport
 from tests.links.end import DEADLINE_S, End
 from tests.links.peer import Peer
@@ -161,29 +163,59 @@ def test_each_cluster_of_a_call_has_its_result(make_end: MakeEnd, end: End) -> N
         results.raise_for_status()
 
 
+ASKS: dict[str, Callable[..., object]] = {
+    "sync": PeerLink.sync,
+    "claim": partial(PeerLink.claim, key=CacheKey(2, 1)),
+    "cache": partial(PeerLink.cache, index=CacheIndex(2, 1)),
+    "leased": lambda link, **limit: link.leased(
+        BlockLease(2, link.instance, 1, 1, (1,), True, "", ()), **limit
+    ),
+    "address_index": partial(PeerLink.address_index, writable=False, ask=True),
+    "tensors": partial(PeerLink.tensors, addresses=[4096], stride=64, paged=True),
+}
+
+
+def take_places(end: End, places: asyncio.Semaphore) -> None:
+    """Make later requests wait for a place, for longer than a test that passes."""
+
+    async def take() -> None:
+        while not places.locked():
+            await places.acquire()
+        asyncio.get_running_loop().call_later(DEADLINE_S, places.release)
+
+    end.links._control.run(take())
+
+
 @pytest.mark.parametrize("ask", ["sync", "find", "claim"])
 def test_a_request_behind_others_has_the_same_timeout(make_end: MakeEnd, ask: str) -> None:
     """The peer has the maximum number of unanswered requests, so the call must wait for a place."""
     end, other = make_end(1, sync_kv_cache_wait_time=100), make_end(2)
     end.link(other.cluster)
-    link, control = end.links.get(2), end.links._control
-    while not link._slots.locked():
-        control.run(link._slots.acquire())
-    failed: list[LLMException] = []
+    link = end.links.get(2)
+    take_places(end, link._slots)
+    with refused(LLMStatusCode.LLM_TIMEOUT, "cluster 2 has not answered within 100 ms"):
+        getattr(link, ask)(*([] if ask == "sync" else [CacheKey(2, 1)]))
 
-    def call() -> None:
-        try:
-            getattr(link, ask)(*([] if ask == "sync" else [CacheKey(2, 1)]))
-        except LLMException as error:
-            failed.append(error)
 
-    asking = threading.Thread(target=call)
-    asking.start()
-    asking.join(DEADLINE_S)
-    control.call_soon(link._slots.release)
-    asking.join()
-    assert [error.status_code for error in failed] == [LLMStatusCode.LLM_TIMEOUT]
-    assert "cluster 2 has not answered within 100 ms" in str(failed[0])
+@pytest.mark.parametrize("ask", ASKS)
+def test_a_caller_may_limit_the_wait_for_an_answer(make_end: MakeEnd, ask: str) -> None:
+    end, other = make_end(1), make_end(2)
+    end.link(other.cluster)
+    link = end.links.get(2)
+    take_places(end, link._slots)
+    with refused(LLMStatusCode.LLM_TIMEOUT, "cluster 2 has not answered within 60 ms"):
+        ASKS[ask](link, wait_ms=60.0)
+
+
+def test_a_caller_may_limit_the_wait_for_a_notification(make_end: MakeEnd) -> None:
+    end, other = make_end(1), make_end(2)
+    end.link(other.cluster)
+    link = end.links.get(2)
+    take_places(end, link.notifier._slots)
+    with refused(LLMStatusCode.LLM_TIMEOUT, "cluster 2 has not answered within 60 ms; the notif"):
+        link.notify(b"now", 60.0)
+    with refused(LLMStatusCode.LLM_TIMEOUT, "cluster 2 has not answered within 70 ms; the notif"):
+        asyncio.run(link.notify_async(b"now", 70.0))
 
 
 def test_a_refused_port_names_the_peer_and_the_reason(end: End) -> None:
@@ -207,7 +239,7 @@ def test_the_error_of_an_attempt_is_forgotten_after_a_success(
     end.links.unlink([2], 5000).raise_for_status()
     with pytest.raises(LLMException, match="cluster 2 is not linked") as error:
         end.links.get(2)
-    assert "the last try" not in str(error.value)
+    assert "the last attempt" not in str(error.value)
 
 
 def test_a_host_name_that_does_not_exist(end: End) -> None:
@@ -347,7 +379,10 @@ def test_the_initiator_cannot_reach_the_peer(make_end: MakeEnd, end: End) -> Non
     one = make_end(3, transports=[_Unconnectable()])
     why = "transport: local: no route"
     one.check_link_fails(end.cluster, LLMStatusCode.LLM_LINK_FAILED, why)
-    assert "no route" in end.wait_for(3, "UNLINKED")
+    # Only one end has a caller that learns of the failure.
+    lines = one.wait_for(1, "UNLINKED"), end.wait_for(3, "UNLINKED")
+    assert ["no route" in line for line in lines] == [True, True]
+    assert [line.partition(" ")[0] for line in lines] == ["INFO", "WARNING"]
     assert (one.state(1), end.state(3)) == (None, None)
 
 

@@ -19,14 +19,16 @@ from kvplan.control.channel import Channel
 from kvplan.control.connecting import Server
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
-from kvplan.control.messages import Body, Hello, Offer, Welcome
+from kvplan.control.messages import Body, Confirm, Hello, Offer, Welcome
 from kvplan.links import ClusterInfo, LinkState
-from kvplan.links.handshake import HandshakeAcceptor
+from kvplan.links.handshake import HandshakeAcceptor, _Accepted
 from kvplan.links.local_engine import LocalEngine
+from kvplan.links.peer_link import PeerLink
 from kvplan.links.peer_table import PeerCache
 from kvplan.links.transitions import Transitions
 from kvplan.types import LlmRole
 from tests.links.end import DESC, End
+from tests.support.ports import free_port
 from tests.support.refusals import refused
 
 MakeEnd = Callable[..., End]
@@ -157,6 +159,68 @@ def test_the_handshake_of_the_lower_id_continues(own_id: int, state: LinkState) 
         return waits
 
     assert asyncio.run(meet()) is (own_id < 5)
+
+
+def test_a_handshake_waits_for_the_other_as_long_as_its_own_end_does() -> None:
+    async def meet() -> None:
+        own = SimpleNamespace(settled=asyncio.Event(), state=LinkState.LINKING)
+        made, _ = acceptor(1, initiating={5: own})
+        waiting = asyncio.create_task(made._yield_to_own_handshake(hello(5), 0.05))
+        await asyncio.wait((waiting,), timeout=30)
+        assert waiting.done()
+        with refused("LLM_LINK_FAILED", "the handshake of cluster 1 has not ended in time"):
+            await waiting
+
+    asyncio.run(meet())
+
+
+def test_a_handshake_that_ends_while_it_connects_replaces_no_link() -> None:
+    link = PeerLink(5, "", "", cast(ControlLoop, None), 1000)
+    link.connecting = cast(Any, object())
+    linked: list[object] = []
+
+    async def connected(_: object) -> None:
+        link.change_state(LinkState.UNLINKED, "unlinked by force")
+
+    made, _ = acceptor(
+        1,
+        accepting={5: link},
+        links={},
+        connected=connected,
+        check_capacity=id,
+        linked=linked.append,
+    )
+    made._accepted[link] = _Accepted(INSTANCE, (), 1.0, None)
+    channel = cast(Channel, SimpleNamespace(bound=link))
+    with refused("LLM_LINK_FAILED", "unlinked by force"):
+        asyncio.run(made.confirm(channel, Confirm(INSTANCE)))
+    assert linked == []
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_the_handshake_of_the_peer_is_waited_for_until_the_deadline(
+    make_end: MakeEnd, count: int
+) -> None:
+    """The failure of an earlier attempt explains more than the wait."""
+    end = make_end(1, listen="", link_retry_count=2)
+    there = Endpoint.parse(f"127.0.0.1:{free_port()}")
+    theirs = cast(Any, SimpleNamespace(settled=asyncio.Event()))
+    accepting, links = end.links._transitions.accepting, end.links
+
+    async def link() -> None:
+        if not count:
+            accepting[5] = theirs
+        linking = asyncio.create_task(links._initiator.link(5, there, links._handler, 0.3))
+        await asyncio.sleep(0)  # until the attempt, if any, has begun
+        accepting[5] = theirs
+        try:
+            await linking
+        finally:
+            del accepting[5]
+
+    why = "connect: Connection refused" if count else "its own handshake has not ended within 300"
+    with refused("LLM_LINK_FAILED", f"^cluster 5.*: {why}"):
+        links._control.run(link())
 
 
 class Located:

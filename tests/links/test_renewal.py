@@ -17,6 +17,7 @@ from kvplan.links import LinkState
 from kvplan.transport.local import LocalTransport
 from tests.links.end import DEADLINE_S, End
 from tests.links.renewing import Connection, Meeting, RenewingTransport
+from tests.support.held import ended_tasks
 
 MakeEnd = Callable[..., End]
 REFUSAL = LLMException("HcclCommPrepare: 4", status_code=LLMStatusCode.LLM_LINK_FAILED)
@@ -71,6 +72,14 @@ def test_one_end_asks_and_both_use_the_next_generation(pair: Pair, asker: int) -
     ask(pair.connections[1 - asker])
     pair.wait_until_both_use(2)
     assert [connection.abandoned for connection in pair.connections] == [[], []]
+
+
+def test_renewals_leave_no_tasks_in_their_link(pair: Pair) -> None:
+    before = ended_tasks()
+    for generation in range(1, 26):
+        ask(pair.connections[generation % 2])
+        pair.wait_until_both_use(generation)
+    assert ended_tasks() < before + 25
 
 
 def test_both_ends_ask_at_once_and_again_and_again(pair: Pair) -> None:

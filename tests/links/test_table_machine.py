@@ -296,3 +296,18 @@ def test_a_peer_may_offer_as_much_as_is_allowed_and_no_more(kind: str) -> None:
     known.apply(Table(1, False, table.entries[:1], ()))
     with refused("LLM_PARAM_INVALID", "at most 65536 caches, 131072 leases and 268435456 bytes"):
         known.apply(Table(2, False, table.entries[1:], ()))
+
+
+def test_texts_of_characters_of_four_bytes_fit_into_frames() -> None:
+    wide = "\N{MATHEMATICAL BOLD CAPITAL A}"
+    desc = CacheDesc(1, (1,), DataType.DT_INT8, kv_tensor_format="opaque " + 249 * wide)
+    offered = Offered({"local": b"m"}, ())
+    entries = {
+        i: CacheEntry(
+            Cache(desc, i, (1,)), False, MEMORY, None, True, False, offered, 0.0, 256 * wide
+        )
+        for i in range(1, 601)
+    }
+    tables = PublishedTable(("local",)).pending_updates(entries, {})
+    assert max(len(encode(table)) for table in tables) <= MAX_NBYTES
+    assert sum(len(table.entries) for table in tables) == 600

@@ -286,14 +286,14 @@ class TestPublisher:
         async def published() -> list[list[int]]:
             channel: Any = _FullChannel()
             publisher = Publisher(2, channel, end.registry, ("local",))
-            end.registry.allocate(DESC, paged=False)
-            await publisher.publish_and_confirm(0.01)
-            end.registry.allocate(DESC, paged=False)
+            for _ in range(200):
+                end.registry.allocate(DESC, paged=False)
+                await publisher.publish_and_confirm(0.0)
             channel.room.set()
             await publisher.publish()
             return [[entry.cache_id for entry in table.entries] for table in channel.sent]
 
-        assert asyncio.run(published()) == [[1], [2]]
+        assert asyncio.run(published()) == [[number] for number in range(1, 201)]
 
 
 class TestMessages:

@@ -12,7 +12,7 @@ from threading import Event
 
 import pytest
 
-from kvplan import CacheIndex, LLMException, LLMStatusCode
+from kvplan import CacheIndex, CacheKey, LLMException, LLMStatusCode
 from kvplan.control.messages import Unlink, Unlinked
 from kvplan.links import LinkState
 from kvplan.links.lifecycle import LinkLifecycle
@@ -22,6 +22,7 @@ from tests.support.peer import PATIENCE_MS, PeerDiedError
 from tests.support.refusals import refused
 
 MakeEnd = Callable[..., End]
+KEY = CacheKey(2, 70)
 BEGIN = "link = end.links.get(1); link.begin(link)"
 
 
@@ -69,6 +70,47 @@ def test_a_long_unlink_waits_for_operations_of_the_peer(end: End, peer: Peer) ->
         peer.run("link.end(link)")
         unlinking.result(DEADLINE_S).raise_for_status()
     assert (end.state(2), peer.state(1)) == (None, None)
+
+
+def test_operations_of_the_peer_are_served_until_they_end(make_end: MakeEnd) -> None:
+    one, two = make_end(1), make_end(2)
+    two.registry.allocate(DESC, paged=False, keys=[KEY])
+    one.link(two.cluster)
+    link, far_link = one.links.get(2), two.links.get(1)
+    claim = link.claim(KEY)
+    far_link.begin(far_link)
+    with ThreadPoolExecutor(1) as threads:
+        unlinking = threads.submit(two.links.unlink, [1], 600_000)
+        try:
+            two.wait_until(1, LinkState.UNLINKING)
+            link.sync()
+            claim.release(range(2))  # consumes the key
+            with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "req_id=70"):
+                link.find(KEY)
+        finally:
+            far_link.end(far_link)
+        unlinking.result(DEADLINE_S).raise_for_status()
+    assert (one.state(2), two.state(1)) == (None, None)
+
+
+def test_the_peer_has_only_a_part_of_the_time_that_is_left(
+    make_end: MakeEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait for operations of this end has used the rest."""
+    one, two = make_end(1), make_end(2)
+    one.link(two.cluster)
+    channel = one.links.get(2).channel
+    assert channel is not None
+    request, limits = channel.typed_request, []
+
+    async def observed(body: Unlink, expected: type[Unlinked], timeout_s: float) -> Unlinked:
+        limits.append((body.timeout_ms, timeout_s))
+        return await request(body, expected, timeout_s)
+
+    monkeypatch.setattr(channel, "typed_request", observed)
+    one.links.unlink([2], 3_600_000).raise_for_status()
+    ((peers_ms, own_s),) = limits
+    assert 0 < peers_ms <= 1000 * own_s / 2 < 1_800_000
 
 
 def test_an_operation_that_is_dropped_does_not_keep_the_link_busy() -> None:
@@ -147,6 +189,35 @@ def test_a_dead_peer_is_unlinked_at_once(end: End, peer: Peer) -> None:
     peer.kill()
     end.links.unlink([2], 5000).raise_for_status()
     assert end.state(2) is None
+
+
+@pytest.mark.parametrize("state", ["BROKEN", "CLOSED"])
+def test_a_lost_link_is_unlinked_though_operations_go_on(end: End, peer: Peer, state: str) -> None:
+    end.link(peer.cluster)
+    end.links.get(2).begin(end)
+    if state == "BROKEN":
+        peer.kill()
+    else:
+        peer.run("end.close()")
+    end.wait_for(2, state)
+    end.links.unlink([2], 50).raise_for_status()
+    assert end.links.status() == []
+
+
+def test_a_peer_that_dies_during_an_unlink_is_noticed(end: End, peer: Peer) -> None:
+    end.link(peer.cluster)
+    link = end.links.get(2)
+    link.begin(link)
+    with ThreadPoolExecutor(1) as threads:
+        unlinking = threads.submit(end.links.unlink, [2], 600_000)
+        try:
+            end.wait_until(2, LinkState.UNLINKING)
+            peer.kill()
+            end.wait_for(2, "BROKEN")
+        finally:
+            link.end(link)
+        unlinking.result(DEADLINE_S).raise_for_status()
+    assert end.links.status() == []
 
 
 def test_closing_disconnects_the_peers(end: End, peer: Peer) -> None:

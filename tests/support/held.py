@@ -1,7 +1,11 @@
-"""Descriptors and threads of this process, by name: a count would include those of other tests."""
+"""Descriptors and threads of this process, by name: a count would include those of other tests.
+
+Also the memory and the tasks that are kept, as counts.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import os
@@ -69,6 +73,13 @@ class Held:
         # This thread starts with the first generation table, and ends with the process.
         threads = {thread for thread in threads if thread[1] != "kvplan-life"}
         return cls(frozenset(descriptors), frozenset(threads))
+
+
+def ended_tasks() -> int:
+    """Return the number of asyncio tasks that have ended and are still referenced."""
+    gc.collect()
+    # Not `isinstance`, which asks proxies for the class of an object that may be gone.
+    return sum(issubclass(type(held), asyncio.Task) and held.done() for held in gc.get_objects())
 
 
 class MallInfo(ctypes.Structure):

@@ -185,6 +185,17 @@ def test_the_timeout_names_the_missing_connections(link: Link) -> None:
     assert "authenticate" in refusal(link.near, 4), "the index is not expected any more"
 
 
+def test_a_connection_that_is_late_leaves_nothing_to_the_next_one(
+    link: Link, conversation: Conversation
+) -> None:
+    """The next one has the same descriptor."""
+    with listening() as server:
+        where, loop = server.getsockname(), conversation.loop
+        streams = DialledStreams(b"c" * 16, socket.AF_INET, where, "there", loop)
+        assert refusal(streams, timeout_s=0.02).endswith(": no answer within 20 ms")
+        link.check(0)
+
+
 class TestSource:
     def test_both_kinds_of_connection_leave_from_the_requested_address(
         self, conversation: Conversation
