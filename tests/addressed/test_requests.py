@@ -15,6 +15,7 @@ from kvplan.addressed.names import where_named
 from kvplan.engine.options import Options
 from kvplan.engine.ranges import AddressRanges
 from kvplan.execution import Transfers, TransferTask
+from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system.logs import Log
 from kvplan.types import Placement
 from tests.support import forked
@@ -89,6 +90,24 @@ def engine() -> Iterator[AddressedEngine]:
     engine = AddressedEngine(5, Options.of({}), where_named, Log("kvplan.hixl"))
     yield engine
     engine.datadist.finalize()
+
+
+@pytest.mark.parametrize("status", ["LLM_ALREADY_LINK", "LLM_LINK_FAILED"])
+def test_a_connection_that_another_thread_has_just_made_is_used(
+    engine: AddressedEngine, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    connections = engine.connections
+
+    def connect(*_: object) -> None:
+        raise LLMException("by another thread", status_code=LLMStatusCode[status])
+
+    monkeypatch.setattr(connections, "connect", connect)
+    monkeypatch.setattr(connections, "cluster_of", {"there": 7}.__getitem__)
+    if status == "LLM_ALREADY_LINK":
+        assert engine.connect("there", 1000) == 7
+    else:
+        with refused(status, "by another thread"):
+            engine.connect("there", 1000)
 
 
 def test_a_transfer_inside_of_one_engine_has_a_task(engine: AddressedEngine) -> None:

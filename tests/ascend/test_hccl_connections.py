@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import kvplan
 from kvplan import LLMException, LLMStatusCode
 from kvplan.transport.hccl.addresses import table_of
 from kvplan.transport.hccl.connections import Connections
+from kvplan.transport.hccl.device import BackgroundWorker
 from kvplan.transport.hccl.metadata import Metadata
 from kvplan.transport.protocol import DeviceRange
 from tests.ascend.hccl_side import DEADLINE_S, PULL, Side, link_both, moved
@@ -145,6 +147,18 @@ def test_the_old_connection_is_closed_when_neither_end_uses_it(
     for end in (one, two, one, two):
         assert end.transport._background.wait(DEADLINE_S)
     assert sim_log.counts("HcclCommDestroy") == {"HcclCommDestroy": 2}
+
+
+def test_a_closed_worker_keeps_no_job() -> None:
+    """A finalizer may hand over a job, and with it a connection, after the end of the thread."""
+
+    def job() -> None: ...
+
+    kept, worker = ref(job), BackgroundWorker("test")
+    worker.close()
+    worker.do(job)
+    del job
+    assert kept() is None
 
 
 def test_the_error_mentions_disabled_renewals(make_side: MakeSide, one: Side) -> None:

@@ -105,6 +105,27 @@ def test_each_tensor_is_found_in_its_region(
     assert regions.newest_of(*columns, on_device=False) is None
 
 
+@pytest.mark.parametrize(
+    ("address", "nbytes", "expected"),
+    [
+        (10, 5, 1),
+        (10, 6, None),
+        (9, 2, None),
+        (14, 1, 1),
+        (14, 2, None),
+        (15, 1, None),
+        (9, 1, None),
+    ],
+)
+def test_a_tensor_lies_inside_of_its_region_to_the_last_byte(
+    address: int, nbytes: int, expected: int | None
+) -> None:
+    regions = Regions(Hccl().make, end)
+    regions.cover(10, 5, on_device=True)
+    tensor = np.array([address], np.uint64), np.array([nbytes], np.uint64)
+    assert regions.newest_of(*tensor, on_device=True) == expected
+
+
 def test_tensors_of_an_ended_region_are_in_no_region() -> None:
     regions = Regions(Hccl().make, end)
     gone, _ = regions.cover(10, 5, on_device=True), regions.cover(20, 5, on_device=True)

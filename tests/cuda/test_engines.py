@@ -69,12 +69,20 @@ class TestPeers:
         found = peer.run("result = [array[[6, 0]].tolist() for array in datadist.arrays(cache)]")
         assert found == [content[[3, 4]].tolist() for content in contents(1)]
 
-    def test_host_memory_at_one_end(
-        self, machine: Machine, user: LlmDataDist, peer: Peer, shared: str
+    @pytest.mark.parametrize("first", [HOST, DEVICE], ids=["host first", "device first"])
+    def test_host_and_device_memory_of_one_end_take_turns(
+        self, machine: Machine, user: LlmDataDist, peer: Peer, shared: str, first: CacheDesc
     ) -> None:
-        cache = user.allocate_blocks_cache(HOST)
-        user.pull_blocks(BlocksCacheKey(1), cache, [0], [1])
-        assert user.arrays(cache)[2][1, 0] == 2
+        """Facts that are kept about the peer's memory for one kind do not hold for the other."""
+        caches = [
+            user.allocate_blocks_cache(desc)
+            for desc in (first, HOST if first is DEVICE else DEVICE, first)
+        ]
+        for row, cache in enumerate(caches):
+            user.pull_blocks(BlocksCacheKey(1), cache, [row], [4])
+            assert user.arrays(cache, copy=True)[2][4, 0] == 96 * row + 2
+            user.push_blocks(cache, BlocksCacheKey(1), [4], [row + 4])
+        assert peer.run("result = datadist.arrays(cache)[2][4:7, 0].tolist()") == [2, 98, 194]
 
     def test_a_cache_that_the_peer_has_freed_is_refused(
         self, machine: Machine, user: LlmDataDist, peer: Peer, shared: str

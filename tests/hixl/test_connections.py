@@ -255,6 +255,13 @@ class TestInTheBackground:
         assert state == CONNECTED
         assert connected.connect(peer.name) == hixl.ALREADY_CONNECTED
 
+    def test_the_link_decides_about_a_peer_without_tasks(
+        self, connected: hixl.Hixl, peer: Peer
+    ) -> None:
+        assert connected.get_async_connect_status(peer.name) == (hixl.SUCCESS, CONNECTED)
+        assert connected.disconnect(peer.name, LONG_MS) == hixl.SUCCESS
+        assert connected.get_async_connect_status(peer.name) == (hixl.SUCCESS, NOT_CONNECT)
+
     def test_tasks_of_one_engine_run_in_order(self, engine: hixl.Hixl, peer: Peer) -> None:
         for _ in range(5):
             assert engine.connect_async(peer.name, LONG_MS) == hixl.SUCCESS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import numpy as np
@@ -117,6 +118,23 @@ def test_values_can_be_set_and_are_checked() -> None:
         args.nothing = 1  # type: ignore[attr-defined]
     desc = pickle.loads(pickle.dumps(hixl.TransferOpDesc(1, 2, 3)))
     assert (desc.local_addr, desc.remote_addr, desc.len) == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "name"),
+    [
+        (hixl.MemDesc, (None, 2), "addr"),
+        (hixl.MemDesc, (1, 2, 1), "local_only"),
+        (hixl.TransferOpDesc, (1, 2, "3"), "len"),
+        (hixl.NotifyDesc, ("a", b"b"), "notify_msg"),
+        (hixl.GetTransferStatusArgs, (3, 1), "skip_waiting"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_when_it_is_made(
+    kind: Any, arguments: tuple[Any, ...], name: str
+) -> None:
+    with pytest.raises(TypeError, match=name):
+        kind(*arguments)
 
 
 def test_numbers_that_cannot_be_printed_are_type_errors_too() -> None:
@@ -388,6 +406,21 @@ def test_finalize_logs_what_could_not_be_released(caplog: pytest.LogCaptureFixtu
     assert "finalize: FAILED: its memory is still written" in caplog.text
     assert engine.initialize("127.0.0.1") == hixl.SUCCESS
     engine.finalize()
+
+
+def test_a_second_finalize_waits_for_the_first() -> None:
+    """Each caller may free the memory after its own call. `initialize` waits, too."""
+    engine = hixl.Hixl()
+    free: list[bool] = []
+
+    class Ending:
+        def close(self) -> None:
+            with ThreadPoolExecutor(1) as others:
+                free.append(others.submit(engine._mutex.acquire, blocking=False).result())
+
+    engine._running = cast(Any, Ending())
+    engine.finalize()
+    assert free == [False]
 
 
 class Ended:

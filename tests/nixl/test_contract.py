@@ -273,6 +273,16 @@ def test_a_transfer_posted_again_forgets_the_earlier_failure() -> None:
     agent.agent.close()
 
 
+def test_memory_of_another_device_number_is_other_memory() -> None:
+    agent, memory = nixl_agent("alone"), np.zeros(KIB, np.uint8)
+    third, fourth = ([(memory.ctypes.data, KIB, number, "")] for number in (3, 4))
+    agent.register_memory(third, "DRAM")
+    with pytest.raises(bindings.nixlNotFoundError, match="of device 4 is not registered"):
+        agent.deregister_memory(agent.get_reg_descs(fourth, "DRAM"))
+    agent.deregister_memory(agent.get_reg_descs(third, "DRAM"))
+    agent.agent.close()
+
+
 def test_memory_is_withdrawn_as_often_as_it_was_registered() -> None:
     """A list that names memory more often is refused, and withdraws none of it."""
     agent, memory = nixl_agent("alone"), np.zeros(KIB, np.uint8)

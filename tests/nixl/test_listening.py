@@ -50,6 +50,17 @@ def test_a_silent_client_does_not_stop_a_listening_thread() -> None:
     agent.agent.close()
 
 
+def test_a_listening_thread_goes_on_after_requests_that_it_refuses() -> None:
+    """Errors of each kind: other bytes, other metadata, its own name, no text, no request."""
+    agent = listening_agent()
+    address = agent.agent._listener._socket.getsockname()
+    own = agent.get_agent_metadata()
+    for request in (b"put 7", b"put " + MAGIC, b"put " + own, b"drop \xff", b"nothing", b""):
+        ask(*address, request)
+    assert ask(*address, b"get", has_answer=True) == own
+    agent.agent.close()
+
+
 def test_a_listening_thread_that_cannot_start_leaves_no_socket_open() -> None:
     program = """
         import os

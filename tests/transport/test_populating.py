@@ -22,6 +22,7 @@ import pytest
 
 from kvnative._host import Arena
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport import pages as pages_module
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.memory import PeerArenas, offer
 from kvplan.transport.local.metadata import Range
@@ -95,6 +96,37 @@ def test_passes_over_holes_become_rarer_while_nothing_is_found() -> None:
     assert smaps_of(twin.address)["Rss"] == CHUNK
 
 
+def test_the_pause_after_a_pass_follows_from_that_pass_only() -> None:
+    """A first pass that took long, over many pages, does not delay the passes after it."""
+
+    class Walk:
+        is_complete = stopped = False
+        is_pass_over = True
+        took_s = 0.3
+
+        def advance(self, arena: Arena, turn_s: float) -> int:
+            until = time.monotonic() + self.took_s
+            while time.monotonic() < until:
+                pass
+            return int(self.took_s > 0)
+
+        def again(self) -> None:
+            self.took_s = 0.0
+
+    arena = Arena(CHUNK)
+    task = _Task(arena, None, collapse=False)
+    task.walk = Walk()  # type: ignore[assignment]
+    pauses = []
+    for _ in range(2):
+        began = time.monotonic()
+        task.take_turn()
+        took_s = time.monotonic() - began
+        pauses.append((task.due - began, took_s))
+    (first_s, _), (second_s, second_took_s) = pauses
+    assert first_s >= 5 * 0.3
+    assert second_s <= max(0.1, 50 * second_took_s) + second_took_s
+
+
 def test_a_cancelled_arena_releases_its_mapping(pages: BackgroundPages) -> None:
     arena = Arena(64 * CHUNK, prefault=True, pages="small")
     for _ in range(5):
@@ -156,7 +188,11 @@ def test_jobs_of_a_cancelled_owner_are_dropped(pages: BackgroundPages) -> None:
     assert done == [3]
 
 
-def test_cancel_waits_for_a_running_job(pages: BackgroundPages) -> None:
+def test_cancel_waits_for_a_running_job(
+    pages: BackgroundPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the job wakes the call, long before its timeout."""
+    monkeypatch.setattr(pages_module, "_STOPPED_S", DEADLINE_S)
     begun, go_on, done = threading.Event(), threading.Event(), []
 
     def job() -> None:
@@ -168,8 +204,10 @@ def test_cancel_waits_for_a_running_job(pages: BackgroundPages) -> None:
     assert begun.wait(DEADLINE_S)
     releasing = threading.Timer(0.05, go_on.set)
     releasing.start()
+    began = time.monotonic()
     pages.cancel(1)
     assert done == [1]
+    assert time.monotonic() - began < DEADLINE_S / 2
     releasing.join()
 
 

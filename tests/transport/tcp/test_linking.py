@@ -238,6 +238,33 @@ def test_a_link_without_connections_leaves_nothing_open(ends: Ends) -> None:
     before.check_nothing_new()
 
 
+def test_a_refused_link_does_not_hold_its_streams(ends: Ends) -> None:
+    streams = Failing(1)
+    opened = ref(streams)
+    with refused(LLMStatusCode.LLM_LINK_FAILED, "no route"):
+        ends[0].connect(PEER, timeout_ms=20_000, streams=streams)
+    del streams
+    gc.collect()
+    assert opened() is None
+
+
+def test_a_transport_that_is_closed_during_a_connect_starts_no_thread() -> None:
+    transport = TcpTransport(encrypt=True)
+
+    class Closing(Dialled):
+        """Streams that are asked for their secret when another thread has closed the transport."""
+
+        @property
+        def private(self) -> bool:  # type: ignore[override]
+            transport.close()
+            return True
+
+    before = Held.now()
+    with refused(LLMStatusCode.LLM_FAILED, "the transport is closed"):
+        transport.connect(PEER, timeout_ms=20_000, streams=Closing(1))
+    before.check_nothing_new()
+
+
 def test_a_connect_to_a_peer_that_never_comes_times_out(ends: Ends) -> None:
     for thread in linked(*ends):  # the threads, and their event files
         thread.close()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 import kvplan
-from kvnative._backend import KVN_OK, KVN_UNMAPPED, ThreadPool
+from kvnative._backend import KVN_OK, KVN_UNMAPPED, NativeError, ThreadPool
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvnative._report import Report
@@ -247,6 +251,17 @@ class TestMaking:
         with pytest.raises(LLMException, match="the transport is closed"):
             transport.register(kept)
 
+    def test_memory_that_ucx_refuses_is_not_held_with_the_error(self) -> None:
+        """RDMA refuses memory beyond RLIMIT_MEMLOCK; shared memory refuses nothing."""
+        memory = bytearray(4096)
+        refusing = Mock(side_effect=NativeError("Cannot allocate memory"))
+        with UcxTransport(settings=SHARED_MEMORY) as transport:
+            transport._registrations._worker = cast(Any, SimpleNamespace(map=refusing))
+            with pytest.raises(LLMException, match="could not register 4096 bytes") as caught:
+                transport.register(memory)
+            memory.append(1)
+        assert "Cannot allocate memory" in str(caught.value)
+
     @pytest.mark.parametrize("sizes", [(4096, 8192), (8192, 4096), (4096, 4096)])
     def test_registrations_that_begin_at_one_address_are_in_regions_of_their_sizes(
         self, sizes: tuple[int, int]
@@ -273,14 +288,16 @@ class TestMaking:
                     assert regions.setdefault(region.number, place) == place
         assert len(set(regions.values())) == 3
 
-    def test_a_closed_transport_has_no_open_files(self) -> None:
-        """The files are closed even while the transport is referenced."""
+    def test_a_closed_transport_has_no_open_files_and_no_threads(self) -> None:
+        """They end even while the transport is referenced, and whatever its leases wait for."""
         before, kept = Held.now(), []
         for _ in range(2):  # UCX keeps some files open after its first use
             before = Held.now()
             ends = [UcxTransport(settings=SHARED_MEMORY) for _ in range(2)]
             link = ends[0].connect(ends[1].metadata(), timeout_ms=TIMEOUT_MS)
+            ends[0].begin_lease(time.monotonic_ns() + 3_600 * 10**9)
             assert before.new().descriptors
+            assert "kvplan-ucx-leases" in {thread.name for thread in threading.enumerate()}
             for end in (link, *ends):
                 end.close()
                 kept.append(end)
