@@ -258,9 +258,10 @@ def test_a_worker_names_the_layers_of_its_stage() -> None:
         VllmWorker("prefill", place=Place(stages=((0, 3), (3, 4))))
 
 
-def test_a_stage_is_fetched_from_a_worker_of_all_layers(prefill: Peer) -> None:
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_is_fetched_from_a_worker_of_all_layers(prefill: Peer, stage: int) -> None:
     """A consumer has four layers in two stages; the producer has them in one."""
-    decode = VllmWorker("decode", produces=False, place=Place(0, 1, 1, ((0, 2), (2, 4))))
+    decode = VllmWorker("decode", produces=False, place=Place(0, 1, stage, ((0, 2), (2, 4))))
     params = prefill.run(
         """
         whole = VllmWorker("prefill", layers=4)
@@ -272,8 +273,8 @@ def test_a_stage_is_fetched_from_a_worker_of_all_layers(prefill: Peer) -> None:
     )
     decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0])
     assert decode.results() == (set(), {"d1"}, set())
-    for mine, theirs in {9: 11, 10: 12}.items():
-        assert np.all(decode.packed(mine)[[2, 4, 0]] == theirs)
+    for layer in (9, 10):
+        assert np.all(decode.packed(layer)[[2, 4, 0]] == layer + 2 * stage)
     decode.worker.close()
 
 
@@ -386,6 +387,27 @@ def test_a_request_that_its_producer_aborts_is_not_waited_for(prefill: Peer) -> 
     decode.worker.close()
 
 
+def test_blocks_of_a_preempted_request_are_not_read_any_more(prefill: Peer) -> None:
+    """The next step computes nothing else; the push still waits for a layer."""
+    decode = VllmWorker("decode", produces=False, mode="push")
+    pushing(prefill, decode)
+    ended = prefill.run(
+        """
+        step(70, [9])
+        tasks = list(worker.worker.exchange._pusher._step)
+        worker.scheduler.preempted(["p2"])
+        worker.worker.prepare(worker.scheduler.take_step())
+        result = [task.done for task in tasks]
+        """
+    )
+    assert ended == [True]
+    prefill.run("step(70, [9, 10]); finish()")
+    assert decode.results() == (set(), {"d1"}, set())
+    for layer in (9, 10):
+        assert np.all(decode.packed(layer)[[2, 4, 0]] == layer)
+    decode.worker.close()
+
+
 @pytest.mark.parametrize(
     ("code", "failed"), [("step(70, [9])", {4, 0}), ("step(64, [9, 10])", {0})]
 )
@@ -483,6 +505,24 @@ def test_other_windows_do_not_fit(
     assert received == {"d1"}
     assert failed
     assert not decode.packed(9).any()
+    decode.worker.close()
+
+
+def test_groups_of_other_layers_do_not_fit(prefill: Peer) -> None:
+    """Equal windows and numbers of layers, but not the same layers, are of another model."""
+    decode = VllmWorker("decode", produces=False, windows=(32, 0))
+    params = prefill.run(
+        """
+        worker = VllmWorker("prefill", windows=(32, 0), first_layer=10)
+        result = worker.finish("p1", prompt, [0, 4, 2], [6, 1, 3])
+        """,
+        prompt=PROMPT,
+    )
+    decode.fetch(decode.request("d1", PROMPT, params), [0, 3, 1], [7, 4, 2])
+    assert decode.worker.exchange.wait(60_000)
+    (result,) = decode.worker.exchange.take_results()
+    assert "layers 9+10, " in str(result.error)
+    assert "layers 10+11, " in str(result.error)
     decode.worker.close()
 
 

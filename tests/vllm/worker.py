@@ -40,6 +40,7 @@ class VllmWorker:
 
     Args:
         windows: Window of each group of two layers; 0 means none.
+        first_layer: Number of the first layer.
         latent: True for layers of MLA, which all workers have whole.
     """
 
@@ -54,6 +55,7 @@ class VllmWorker:
         dim: int = DIM,
         latent: bool = False,
         windows: Sequence[int] = (0,),
+        first_layer: int = 9,
         place: Place | None = None,
         **options: Any,
     ) -> None:
@@ -62,7 +64,9 @@ class VllmWorker:
         arrays = [np.zeros(shape, np.float32) for _ in range(layers)]
         groups = [
             LayerGroup(
-                tuple(f"model.layers.{9 + index}.attn" for index in reversed(range(*ends))),
+                tuple(
+                    f"model.layers.{first_layer + index}.attn" for index in reversed(range(*ends))
+                ),
                 block_tokens,
                 "" if latent else "vec",
                 window,
