@@ -380,3 +380,14 @@ def test_each_key_of_a_new_cache_is_a_key_of_slots(manager: CacheManager) -> Non
         manager.allocate_cache(desc(), [CacheKey(1, 0), wrong])
     with pytest.raises(TypeError, match="cache_keys holds BlocksCacheKey"):
         manager.register_cache(desc(2), [8, 16], [wrong])
+
+
+def test_the_first_wrong_argument_is_named_however_they_are_ordered(
+    manager: CacheManager,
+) -> None:
+    right = {"cache_key": CacheKey(1, 1), "cache": manager.allocate_cache(desc()), "batch_index": 0}
+    given: dict[str, Any] = dict.fromkeys(reversed(right), "wrong")
+    for name, value in right.items():
+        with pytest.raises(TypeError, match=f"^{name}="):
+            manager.pull_cache(**given)
+        given[name] = value

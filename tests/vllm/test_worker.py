@@ -508,22 +508,39 @@ def test_other_windows_do_not_fit(
     decode.worker.close()
 
 
-def test_groups_of_other_layers_do_not_fit(prefill: Peer) -> None:
-    """Equal windows and numbers of layers, but not the same layers, are of another model."""
-    decode = VllmWorker("decode", produces=False, windows=(32, 0))
-    params = prefill.run(
-        """
-        worker = VllmWorker("prefill", windows=(32, 0), first_layer=10)
-        result = worker.finish("p1", prompt, [0, 4, 2], [6, 1, 3])
-        """,
-        prompt=PROMPT,
-    )
-    decode.fetch(decode.request("d1", PROMPT, params), [0, 3, 1], [7, 4, 2])
+@pytest.mark.parametrize(
+    ("mine", "theirs", "reason"),
+    [
+        ({"dim": 8}, {}, "head_bytes is '32' here and '16' there"),
+        ({"latent": True}, {}, "kv_heads is '1' here and '2' there"),
+        ({"layers": 4}, {}, "layers is '4' here and '2' there"),
+        ({"model": "other"}, {}, "model is 'other' here and 'tiny' there"),
+        ({"block_tokens": 64}, {}, "packing is 'vec, 64 tokens' here and 'vec, 32 tokens' there"),
+        (
+            {"latent": True, "windows": (32,), "block_tokens": 16},
+            {"latent": True, "windows": (32,)},
+            "attention is 'window of 32 tokens, blocks of 16' here and .*, blocks of 32' there",
+        ),
+        (  # equal windows and numbers of layers, but not the same layers
+            {"windows": (32, 0), "first_layer": 10},
+            {"windows": (32, 0)},
+            "group 0 is 'layers 10.11, .*' here and 'layers 9.10, .*' there",
+        ),
+    ],
+)
+def test_a_cache_of_another_kind_does_not_fit(
+    mine: dict[str, Any], theirs: dict[str, Any], reason: str
+) -> None:
+    prefill, decode = VllmWorker("prefill", **theirs), VllmWorker("decode", produces=False, **mine)
+    tables = [[4, 2, 5], [6, 1, 3]][: len(mine.get("windows", (0,)))]
+    params = prefill.finish("p1", PROMPT, *tables)
+    decode.fetch(decode.request("d1", PROMPT, params), *tables)
     assert decode.worker.exchange.wait(60_000)
     (result,) = decode.worker.exchange.take_results()
-    assert "layers 9+10, " in str(result.error)
-    assert "layers 10+11, " in str(result.error)
-    decode.worker.close()
+    with refused("LLM_PARAM_INVALID", reason):
+        raise result.error or AssertionError
+    for worker in (decode, prefill):
+        worker.worker.close()
 
 
 @pytest.mark.parametrize("windows", [(32,), (32, 0)])

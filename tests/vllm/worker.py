@@ -56,6 +56,7 @@ class VllmWorker:
         latent: bool = False,
         windows: Sequence[int] = (0,),
         first_layer: int = 9,
+        model: str = "tiny",
         place: Place | None = None,
         **options: Any,
     ) -> None:
@@ -79,8 +80,8 @@ class VllmWorker:
             for group in groups
             for name, array in zip(group.layers, arrays, strict=True)
         }
-        model = Model(
-            name="tiny",
+        described = Model(
+            name=model,
             num_heads=1 if latent else HEADS,
             place=place,
             worker=place.stage,
@@ -90,7 +91,9 @@ class VllmWorker:
             consumes=not produces,
         )
         self.scheduler = ConnectorScheduler(engine_id, windowed=any(windows))
-        self.worker = ConnectorWorker(self.scheduler.instance, model, ConnectorOptions.of(options))
+        self.worker = ConnectorWorker(
+            self.scheduler.instance, described, ConnectorOptions.of(options)
+        )
         self.worker.register({name: CpuTensor(layer) for name, layer in self.layers.items()})
         if (address := self.worker.address) is not None:
             self.scheduler.set_workers({(0, 0): address})
