@@ -157,9 +157,7 @@ class Proxy:
         self._prefill, self._decode = Servers(prefill), Servers(decode)
         self._push = push
         self._producers: dict[str, dict[str, Any]] = {}  # by URL, from each server's last answer
-        self._prefill_timeout = aiohttp.ClientTimeout(
-            total=prefill_timeout_s, sock_connect=_CONNECT_S
-        )
+        self._prefill_timeout = aiohttp.ClientTimeout(prefill_timeout_s, sock_connect=_CONNECT_S)
         self._session: aiohttp.ClientSession | None = None
 
     def application(self) -> web.Application:

@@ -150,7 +150,7 @@ def test_a_request_has_no_result_while_its_engine_drains(
 
 
 def test_a_transfer_in_flight_has_its_own_result(make_worker: MakeWorker) -> None:
-    """It ends before `close` returns, and is not failed beside that."""
+    """The transfer ends before `close` returns, and the request has only one result."""
     gate = Gate()
     producer, consumer = make_worker(1), make_worker(2, transfers=Transfers(1, gate.wrap))
     producer.finish(0, 11, [4, 9, 2], 21)

@@ -288,37 +288,6 @@ def test_consumers_of_moved_blocks_are_waited_for_together(make_worker: MakeWork
     assert not any(push.tasks for item in pusher._pushes.values() for push in item.values())
 
 
-class Reading:
-    """A push that reads its blocks until it is let go."""
-
-    done = False
-
-    def __init__(self) -> None:
-        self.cancelled, self.let_go = threading.Event(), threading.Event()
-
-    def cancel(self) -> None:
-        self.cancelled.set()
-
-    def wait(self) -> None:
-        assert self.let_go.wait(60)
-        self.done = True
-
-
-def test_a_push_is_known_until_it_has_stopped(make_worker: MakeWorker) -> None:
-    """Its blocks are not free while the consumer's `Done` waits for its end."""
-    pusher = make_worker(1, push=True).exchange._pusher
-    pusher.add(2, 0, "a", b"", Goal(BlockLease(2, bytes(16), 1, 1, (1,), True, "", ()), 0, 0))
-    reading = Reading()
-    pusher._pushes["a"][2, 0].tasks.append((cast("LayerTask", reading), 8))
-    removing = threading.Thread(target=pusher.remove, args=(2, "a"))
-    removing.start()
-    assert reading.cancelled.wait(60)
-    assert not pusher.end("a")
-    reading.let_go.set()
-    removing.join()
-    assert pusher.end("a")
-
-
 def test_dead_producers_are_forgotten(make_worker: MakeWorker) -> None:
     consumer = make_worker(2, lease_ttl_ms=40)
     for cluster_id in range(100, 110):  # no producer listens there

@@ -15,7 +15,7 @@ pytest.importorskip("aiohttp")  # the extra `test` has it; vLLM brings it to use
 import aiohttp
 from aiohttp import web
 
-from kvplan.vllm.proxy import Proxy, Servers
+from kvplan.vllm.proxy import Proxy
 from tests.support.ports import free_port
 
 PATH = "/v1/completions"
@@ -253,15 +253,6 @@ def test_a_host_that_does_not_answer_is_not_waited_for(
         assert servers.names() == ["prefill", "decode"]
 
     asyncio.run(run())
-
-
-def test_a_server_that_failed_is_asked_last_for_a_while() -> None:
-    now = 0.0
-    servers = Servers(["a", "b"], lambda: now)
-    servers.failed("a")
-    assert [list(servers.turn()) for _ in range(2)] == [["b", "a"]] * 2
-    now = 60.0
-    assert [list(servers.turn()) for _ in range(2)] == [["a", "b"], ["b", "a"]]
 
 
 def test_a_decode_server_that_failed_is_asked_last() -> None:
