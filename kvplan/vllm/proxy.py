@@ -40,6 +40,7 @@ logger = logging.getLogger("proxy")
 _PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 _MAX_BODY_NBYTES: Final = 256 << 20  # images are part of the body
 _FAILED_S: Final = 5.0  # time for which a failed server is asked last
+_CONNECT_S: Final = 5.0  # timeout for connecting with a server
 _IDLE_S: Final = 2.0  # lifetime of an idle connection; vLLM's servers close it after 5 s
 _REQUEST_ID: Final = "X-Request-Id"
 _PRODUCER_FIELDS: Final = ("protocol", "instance", "sources")  # of a reference to a KV cache
@@ -156,7 +157,7 @@ class Proxy:
         self._prefill, self._decode = Servers(prefill), Servers(decode)
         self._push = push
         self._producers: dict[str, dict[str, Any]] = {}  # by URL, from each server's last answer
-        self._prefill_timeout = aiohttp.ClientTimeout(total=prefill_timeout_s, sock_connect=5)
+        self._prefill_timeout = aiohttp.ClientTimeout(prefill_timeout_s, sock_connect=_CONNECT_S)
         self._session: aiohttp.ClientSession | None = None
 
     def application(self) -> web.Application:
@@ -322,7 +323,7 @@ class Proxy:
         """Hold connections to the servers while the application runs."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
         )
         async with self._session:
             yield

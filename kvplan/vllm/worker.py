@@ -439,7 +439,7 @@ def place_of(
     if contexts == 1:
         return Place(rank, ranks, stage, stages, None, copy, copies)
     alike = max(1, ranks // num_heads) * copies  # workers with the same heads
-    if contexts > alike or alike % contexts:
+    if alike % contexts:
         raise invalid(
             f"decode_context_parallel_size={contexts} must be 1 or a divisor of {alike}, the "
             f"workers that have each of {num_heads} KV heads"

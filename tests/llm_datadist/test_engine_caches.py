@@ -365,3 +365,29 @@ def test_an_address_has_64_bits(manager: CacheManager) -> None:
         for wrong in (-1, 2**64):
             with pytest.raises(TypeError, match="addrs"):
                 register(desc(2), [8, wrong])
+
+
+@pytest.mark.parametrize("wrong", [True, 1.5, None])
+def test_each_address_is_an_int(manager: CacheManager, wrong: Any) -> None:
+    for register in (manager.register_cache, manager.register_blocks_cache):
+        with pytest.raises(TypeError, match=f"addrs holds {wrong}: its inner type only supports"):
+            register(desc(2), [8, wrong])
+
+
+def test_each_key_of_a_new_cache_is_a_key_of_slots(manager: CacheManager) -> None:
+    wrong: Any = BlocksCacheKey(1)
+    with pytest.raises(TypeError, match="cache_keys holds BlocksCacheKey"):
+        manager.allocate_cache(desc(), [CacheKey(1, 0), wrong])
+    with pytest.raises(TypeError, match="cache_keys holds BlocksCacheKey"):
+        manager.register_cache(desc(2), [8, 16], [wrong])
+
+
+def test_the_first_wrong_argument_is_named_however_they_are_ordered(
+    manager: CacheManager,
+) -> None:
+    right = {"cache_key": CacheKey(1, 1), "cache": manager.allocate_cache(desc()), "batch_index": 0}
+    given: dict[str, Any] = dict.fromkeys(reversed(right), "wrong")
+    for name, value in right.items():
+        with pytest.raises(TypeError, match=f"^{name}="):
+            manager.pull_cache(**given)
+        given[name] = value

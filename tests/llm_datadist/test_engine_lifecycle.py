@@ -78,11 +78,11 @@ def test_the_cluster_id_is_known_before_init() -> None:
 def test_before_init_and_after_finalize_calls_are_refused(
     uninitialized: LLMDataDist, call: Any
 ) -> None:
-    for _ in range(2):
+    for given in (MANAGED, MANAGED | HIXL | {LISTEN: "127.0.0.1:0"}, MANAGED):
         with pytest.raises(RuntimeError, match="not initialized") as caught:
             call(uninitialized)
         assert type(caught.value) is RuntimeError
-        uninitialized.init(dict(MANAGED))
+        uninitialized.init(dict(given))
         uninitialized.finalize()
 
 
@@ -214,6 +214,28 @@ def test_an_engine_is_finalized_when_the_process_ends() -> None:
         "LLMDataDist.finalize = lambda it: (finalize(it), print('finalized'))\n"
     )
     assert run(INIT + watched) == "finalized\n"
+
+
+def test_all_engines_are_finalized_at_the_end_although_one_fails(
+    make_datadist: MakeDataDist, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVPLAN_SEVERAL_ENGINES", "1")
+    engines = make_datadist(5), make_datadist(6)
+    failing = engines[0]._running()
+    finalize = failing.finalize
+
+    def fail() -> None:
+        finalize()
+        raise LLMException("a peer is stopped")
+
+    monkeypatch.setattr(failing, "finalize", fail)
+    caplog.set_level("WARNING", "LLM_DATADIST")
+    _shutdown_handler()
+    for engine in engines:
+        with pytest.raises(RuntimeError, match="not initialized"):
+            engine.cache_manager  # noqa: B018
+    assert LLMDataDist.llm_engine_instance is None
+    assert "could not finalize cluster 5: a peer is stopped" in caplog.text
 
 
 def test_a_forked_child_makes_an_engine_of_its_own() -> None:

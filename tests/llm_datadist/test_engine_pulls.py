@@ -183,6 +183,7 @@ def test_layers_go_where_the_ranges_say(pair: tuple[Peer, CacheManager]) -> None
         dst_layer_range=range(1, 2),
         tensor_num_per_layer=1,
         ignored="it is",
+        offset="the name of an argument of another method",
     )
     assert [item[0].tolist() for item in found[4:]] == theirs[2:, 0].tolist()
     assert found[1][0].tolist() == theirs[0, 0].tolist()

@@ -179,3 +179,10 @@ def test_importing_sets_the_variable_that_the_official_package_sets(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert process.stdout.strip() == after
+
+
+def test_each_property_has_the_type_of_its_value() -> None:
+    """Editors and `help` show these types."""
+    properties = vars(package.LLMClusterInfo)
+    for name, kind in (("remote_cluster_id", int), ("local_ip_info_list", list[tuple[int, int]])):
+        assert inspect.signature(properties[name].fget).return_annotation == kind

@@ -163,7 +163,11 @@ def test_addresses_of_cluster_info_become_integers() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "notjson", "5", "[]", "null", '{"listen_ip_info": [{}]}', '{"listen_ip_info": 5}']
+    "text",
+    [
+        *("", "notjson", "5", "[]", "null", '{"listen_ip_info": [{}]}', '{"listen_ip_info": 5}'),
+        pytest.param("[" * 100_000, id="nested"),
+    ],
 )
 def test_a_cluster_info_of_another_form_is_invalid(text: str) -> None:
     with pytest.raises(LLMException, match="must be a JSON object"):

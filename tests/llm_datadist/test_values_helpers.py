@@ -55,8 +55,9 @@ def test_the_range_of_each_element_is_checked(
     check("n", [good, 1])
     with pytest.raises(ValueError, match="n="):
         check("n", [good, bad])
-    with pytest.raises(TypeError):
-        check("n", [good, None])
+    for wrong in (None, 3.0, True):  # also between other numbers
+        with pytest.raises(TypeError):
+            check("n", [good, wrong, 1])
 
 
 def test_a_missing_value_has_a_default() -> None:

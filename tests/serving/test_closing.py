@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import select
 from collections.abc import Iterable
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 
-from kvplan import BlockLease, LLMException, LLMStatusCode
+from kvplan import BlockLease, LLMException, LLMStatusCode, Transfers
 from kvplan.serving import Target
+from kvplan.serving.messages import Hello, encode
+from tests.faults.gate import Gate
 from tests.serving.test_exchange import MakeWorker, failed
-from tests.serving.worker import Worker, reference
+from tests.serving.worker import INSTANCE, Worker, reference
 from tests.support import lone_user
 
 NAME = "cmpl-11"
@@ -145,6 +149,42 @@ def test_a_request_has_no_result_while_its_engine_drains(
     assert failed(result, "the exchange is closed")
 
 
+def test_a_transfer_in_flight_has_its_own_result(make_worker: MakeWorker) -> None:
+    """The transfer ends before `close` returns, and the request has only one result."""
+    gate = Gate()
+    producer, consumer = make_worker(1), make_worker(2, transfers=Transfers(1, gate.wrap))
+    producer.finish(0, 11, [4, 9, 2], 21)
+    consumer.exchange.fetch("mine", reference([producer.source], 0, 11, 21), Target([7, 1, 30]))
+    gate.wait()
+    closing = Thread(target=consumer.exchange.close)
+    closing.start()
+    while not consumer.exchange._movers._pool._shutdown:  # until `close` waits for the transfer
+        select.select([], [], [], 0.001)
+    gate.open()
+    closing.join()
+    assert [result.error for result in consumer.exchange.take_results()] == [None]
+    assert consumer.has(11, [7, 1, 30], 0, 21)
+    gate.close()
+
+
+def test_messages_that_arrive_during_the_close_are_dropped(
+    pair: tuple[Worker, Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An answer to one of them would be a task that never ends, which asyncio reports."""
+    producer, consumer = pair
+    arrived = Event()
+    producer.exchange._call(arrived.wait)
+    hello = encode(Hello({}, INSTANCE, answer=False))
+    for _ in range(64):
+        consumer.engine.notify(1, hello)
+    closing = Thread(target=producer.exchange.close)
+    closing.start()
+    arrived.set()
+    closing.join()
+    gc.collect()
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
+
+
 def test_a_fetch_after_the_close_fails(pair: tuple[Worker, Worker]) -> None:
     producer, consumer = pair
     consumer.exchange.close()
@@ -201,7 +241,7 @@ def test_an_exchange_that_cannot_start_a_thread_leaves_nothing_open() -> None:
 
 def test_a_fetch_without_a_thread_is_not_moved_after_its_result() -> None:
     program = """
-        from tests.serving.worker import Worker, reference
+        from tests.serving.worker import INSTANCE, Worker, reference
         from tests.support.lone_user import allow_threads, become
 
         producer, consumer = Worker(1), Worker(2)

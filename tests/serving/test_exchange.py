@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from kvplan import LLMException, PlanEvent
 from kvplan.layout import Interleaved
-from kvplan.serving import Compatibility, Exchange, Place, PullResult, Source, Target
+from kvplan.serving import Compatibility, Exchange, Handle, Place, PullResult, Source, Target
 from kvplan.serving.messages import Grant
 from tests.serving.peer import Peer
-from tests.serving.worker import INSTANCE, Worker, reference
+from tests.serving.worker import INSTANCE, Worker, handle, reference
 from tests.support.held import Held
 from tests.support.refusals import refused
 
@@ -98,6 +98,46 @@ def test_a_request_without_missing_tokens_frees_its_producer(
     assert consumer.has(12, [7, 1], 0, 16)
     assert peer.worker.freed() == {"request-11"}
     assert consumer.engine.leases() == []
+
+
+def test_a_request_whose_transfer_fails_frees_its_producer(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    """Otherwise the producer keeps the blocks until the lease expires."""
+    peer, consumer = make_peer(), make_worker()
+    peer.worker.finish(0, 11, [4, 9, 2], 21)
+    wanted = reference([peer.source], 0, 11, 21)
+    assert failed(consumer.fetch(wanted, [7, 1, 32]), "32")  # there are 32 blocks
+    assert peer.worker.freed() == {"request-11"}
+
+
+def test_calls_are_made_in_the_thread_of_the_exchange(make_worker: MakeWorker) -> None:
+    """A call from another thread does not wake the loop. In its debug mode, asyncio refuses it."""
+    producer, consumer = make_worker(1), make_worker(2)
+    for worker in (producer, consumer):
+        worker.exchange._loop.set_debug(True)
+    wanted = [reference([producer.source], n, 11, 21, transfer=f"t{n}") for n in range(3)]
+    for number, (each, blocks) in enumerate(zip(wanted, ([7, 1], [8, 3], [6, 5]), strict=True)):
+        consumer.exchange.expect(f"d{number}", each)
+        consumer.exchange.fetch(f"d{number}", each, Target([*blocks, 30 - number]))
+        producer.wait_asked(f"t{number}")
+    consumer.exchange.cancel("d0")
+    producer.exchange.refuse("t1", "was aborted")
+    producer.finish(2, 11, [4, 9, 2], 21)
+    producer.enter(3, 11, [4, 9, 2], 21, "t2")
+    results: dict[str, PullResult] = {}
+    while len(results) < 3:
+        assert consumer.exchange.wait(60_000)
+        results |= {each.request: each for each in consumer.exchange.take_results()}
+    assert failed(results["d0"], "the request was cancelled")
+    assert failed(results["d1"], "was aborted")
+    assert results["d2"].error is None
+    consumer.exchange.drop("d4", reference([producer.source], 2, 11, 21))
+    freed: set[Handle] = set()
+    while len(freed) < 2:
+        assert producer.exchange.wait(60_000)
+        freed |= producer.exchange.take_freed()
+    assert freed == {handle(2), handle(3)}
 
 
 @pytest.mark.parametrize(("theirs", "mine"), [(8, 4), (4, 8), (8, 8)])
@@ -263,6 +303,18 @@ def test_a_request_that_never_finishes_is_refused(
     peer, consumer = make_peer(enter_timeout_ms=20), make_worker()
     result = consumer.fetch(reference([peer.source], 5, 11, 21), [7, 1, 30])
     assert failed(result, "request 05000000 is unknown: it has not finished")
+
+
+def test_a_request_that_is_cancelled_before_it_is_asked_for_is_not_waited_for(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    """The producer, which is not linked yet, never computes the request."""
+    peer, consumer = make_peer(), make_worker(prefill_timeout_ms=2000)
+    wanted = reference([peer.source], 0, 11, 21, transfer="t")
+    consumer.exchange.fetch("mine", wanted, Target([7, 1, 30]))
+    consumer.exchange.cancel("mine")
+    assert consumer.exchange.wait(60_000)
+    assert failed(consumer.exchange.take_results()[0], "the request was cancelled")
 
 
 def test_a_dropped_request_is_free(make_peer: MakePeer, make_worker: MakeWorker) -> None:

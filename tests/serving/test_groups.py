@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvplan import BlockLease, Cache, CacheDesc, DataType, LLMException, Rows
+from kvplan import BlockLease, Cache, CacheDesc, DataType, LLMException, Rows, Shard
 from kvplan.serving import Place, Source, Table
 from kvplan.serving.tables import CacheGroup, GroupLease, decode_leases, missing_of, tables_of
 from tests.serving.group_worker import GroupWorker, Tables
@@ -294,3 +294,15 @@ def test_bytes_between_the_blocks_are_not_counted(axes: str, nbytes: int) -> Non
     leases = [[GroupLease(lease, 0)]]
     table = Table([8, 9] if axes == "token dim" else [8])
     assert missing_of([CacheGroup("", Cache(desc, 1))], leases, [table], 1, 6)[1] == nbytes
+
+
+def test_a_range_of_tokens_is_not_shared_out() -> None:
+    """A shard with a range has all tokens of the requests that lie in the range."""
+    shape, kind = (32, 8, 6), DataType.DT_INT8
+    desc = CacheDesc(
+        2, shape, kind, kv_tensor_format="block token dim", shard=Shard(tokens=range(64))
+    )
+    leases = [[GroupLease(BlockLease(10, bytes(16), 1, 0, (4, 5), True, "", ()), 0)]]
+    transfers, nbytes = missing_of([CacheGroup("", Cache(desc, 1))], leases, [8, 9], 1, 14)
+    assert nbytes == 2 * 13 * 6
+    assert transfers[""].num_tokens == 13

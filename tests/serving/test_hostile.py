@@ -189,6 +189,29 @@ def test_a_consumer_cannot_name_the_blocks_of_another_as_its_goal(
     assert producer.exchange._pusher.transfers() == [(3, "cmpl")]  # its own transfer
 
 
+@pytest.mark.parametrize("kind", ["no goal", "before its lease", "of another cluster"])
+def test_a_goal_that_cannot_be_written_is_refused_at_once(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The request is never computed, and would be waited for until the timeout of prompts."""
+    producer, consumer, victim = (
+        make_worker(1, push=True),
+        make_worker(2, push=True),
+        make_worker(3),
+    )
+    link(producer, victim)
+    mine = consumer.engine.lease_blocks(consumer.cache, MINE)
+    theirs = victim.engine.lease_blocks(victim.cache, MINE)
+    data, reason = {
+        "no goal": (b"goal", "is not a goal"),
+        "before its lease": (Goal(mine, 8, 7).to_bytes(), "first_token=7 must be >= lease_token=8"),
+        "of another cluster": (Goal(theirs, 0, 0).to_bytes(), "its goal is a lease of cluster 3"),
+    }[kind]
+    monkeypatch.setattr(Goal, "to_bytes", lambda _: data)
+    wanted = reference([producer.source], 0, 11, 21, transfer="cmpl")
+    assert failed(consumer.fetch(wanted, MINE), reason)
+
+
 def test_a_producer_cannot_grant_the_blocks_of_another(make_worker: MakeWorker) -> None:
     producer, consumer, victim = make_worker(1), make_worker(2), make_worker(3)
     link(consumer, victim)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from typing import cast
+
 import pytest
 
-from kvplan import ClusterInfo
+from kvplan import BlockLease, ClusterInfo, LayerTask
 from kvplan.serving import PullResult, Target
 from kvplan.serving.messages import Done, Grant, encode
+from kvplan.serving.pusher import Goal
 from kvplan.serving.tables import encode_leases
 from tests.serving.test_exchange import MakeWorker, failed
 from tests.serving.worker import INSTANCE, Worker, handle, reference
@@ -53,6 +57,37 @@ def test_a_cancelled_request_does_not_leave_the_other_waiting(make_worker: MakeW
     ended = results(consumer, 2)
     assert failed(ended["first"], "the request was cancelled")
     assert failed(ended["second"], "does not need it any more")
+
+
+class Reading:
+    """A push that reads its blocks until it is let go."""
+
+    done = False
+
+    def __init__(self) -> None:
+        self.cancelled, self.let_go = threading.Event(), threading.Event()
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def wait(self) -> None:
+        assert self.let_go.wait(60)
+        self.done = True
+
+
+def test_a_push_is_known_until_it_has_stopped(make_worker: MakeWorker) -> None:
+    """Its blocks are not free while the consumer's `Done` waits for its end."""
+    pusher = make_worker(1, push=True).exchange._pusher
+    pusher.add(2, 0, "a", b"", Goal(BlockLease(2, bytes(16), 1, 1, (1,), True, "", ()), 0, 0))
+    reading = Reading()
+    pusher._pushes["a"][2, 0].tasks.append((cast("LayerTask", reading), 8))
+    removing = threading.Thread(target=pusher.remove, args=(2, "a"))
+    removing.start()
+    assert reading.cancelled.wait(60)
+    assert not pusher.end("a")
+    reading.let_go.set()
+    removing.join()
+    assert pusher.end("a")
 
 
 @pytest.mark.parametrize("end", ["abort", "done"])

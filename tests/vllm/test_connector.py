@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -113,4 +114,114 @@ for sleeps, groups, *parallel in (
         "KvplanConnector: decode_context_parallel_size=2 must be 1 for a cache of 2 groups "
         "(FullAttentionSpec, FullAttentionSpec); more is possible only with one group of full "
         "attention or MLA",
+    ]
+
+
+@WITHOUT_VLLM
+def test_connectors_move_a_request_and_report_it() -> None:
+    """Two requests fail before vLLM asks for their blocks; it gets those of both, once."""
+    code = """
+from tests.vllm.connected import Engine
+one, other = Engine(produces=True), Engine(produces=False)
+for at, block in enumerate((6, 1, 3)):
+    for layer, array in enumerate(one.arrays):
+        array[block] = 10 * layer + at
+params = one.finish("p1", [6, 1, 3])
+answer, results = other.fetch("d1", params, [2, 4, 0])
+print(answer, results.finished_recving, one.results("finished_sending").finished_sending)
+print([array[[2, 4, 0], 0, 0, 0].tolist() for array in other.arrays])
+print(other.worker.get_block_ids_with_load_errors())
+for name, blocks in (("d2", [2, 4, 0]), ("d3", [5, 7, 1])):
+    print(other.fetch(name, params, blocks)[1].finished_recving)
+print(*(other.worker.get_block_ids_with_load_errors() for _ in range(2)))
+figures = other.worker.get_kv_connector_stats().reduce()
+print(figures["Fetched tokens"], figures["Failed requests"])
+print(other.worker.get_kv_connector_stats(), other.scheduler.get_kv_connector_stats())
+for engine in (one, other):
+    for connector in (engine.worker, engine.scheduler):
+        connector.shutdown()
+"""
+    assert python(code).stdout.splitlines() == [
+        "(70, True) {'d1'} {'p1'}",
+        "[[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]]",
+        "set()",
+        "{'d2'}",
+        "{'d3'}",
+        "{0, 1, 2, 4, 5, 7} set()",
+        "70 2",
+        "None None",
+    ]
+
+
+@WITHOUT_VLLM
+def test_the_scheduler_describes_the_blocks_of_all_ranks() -> None:
+    code = """
+from types import SimpleNamespace as Of
+from tests.vllm.connected import parallel, spec
+from kvplan.vllm.connector import _layer_group
+config = Of(parallel_config=parallel(decode_context_parallel_size=4))
+for kind, fields in (
+    ("FullAttentionSpec", {}), ("SlidingWindowSpec", {"sliding_window": 96}),
+    ("MLAAttentionSpec", {"block_size": 16}),
+):
+    print(_layer_group(Of(layer_names=["b", "a"], kv_cache_spec=spec(kind, **fields)), config))
+"""
+    shown = "LayerGroup(layers=('b', 'a'), block_tokens={}, packing='', window={}, states=None)"
+    expected = [shown.format(*of) for of in ((128, 0), (128, 96), (64, 0))]
+    assert python(code).stdout.splitlines() == expected
+
+
+@WITHOUT_VLLM
+def test_each_worker_has_a_number_of_its_own() -> None:
+    """The numbers are those of the workers' ports, over all replicas, stages, copies and ranks."""
+    code = """
+from itertools import product
+from tests.vllm.connected import RANKS, connector, parallel
+sizes = {"pipeline_parallel_size": 2, "prefill_context_parallel_size": 2}
+RANKS.tensors = 2
+for replica, RANKS.stage, RANKS.copy, RANKS.tensor in product(range(2), repeat=4):
+    given = parallel(data_parallel_index=replica, **sizes)
+    model = connector("worker", produces=True, sizes=given)._worker._model
+    place = model.place
+    print(model.worker, model.offers, place.rank, place.stage, place.copy, place.layers)
+print(model.num_heads, connector("worker", produces=True, use_mla=True)._worker._model.num_heads)
+"""
+    lines = python(code).stdout.splitlines()
+    assert lines.pop() == "2 1"
+    assert lines == [
+        f"{number} {not copy} {rank} {stage} {copy} {(stage, stage + 1)}"
+        for number, (_, stage, copy, rank) in enumerate(product(range(2), repeat=4))
+    ]
+
+
+@WITHOUT_VLLM
+def test_metrics_are_of_the_engine_that_sent_them() -> None:
+    code = """
+from tests.vllm.connected import KvplanConnector, Metric
+from kvplan.vllm.step import Figures
+from kvplan.status import LLMException
+from kvplan.serving import PullResult
+figures = Figures()
+for tokens, nbytes, pushed in ((70, 4096, 64), (30, 1024, 0)):
+    figures.ended(PullResult("d", None, [], 0, tokens, nbytes, 2000.0, 500.0, pushed))
+figures.ended(PullResult("d", LLMException("gone"), [], 0))
+for name, number in (("offered", 3), ("freed", 2), ("expired", 1)):
+    figures.count(name, number)
+metrics = KvplanConnector.build_prom_metrics(None, {}, ["engine"], {0: ["a"], 1: ["b"]})
+metrics.observe(figures.data, 1)
+for name, metric in sorted(Metric.made.items()):
+    print(name, metric.labelnames, metric.values)
+"""
+    both = "['engine'] {{('a',): 0, ('b',): {}}}"
+    assert python(code).stdout.splitlines() == [
+        "bytes_fetched " + both.format(5120),
+        "requests_expired " + both.format(1),
+        "requests_failed ['engine', 'reason'] {('b', 'failed'): 1}",
+        "requests_fetched " + both.format(2),
+        "requests_freed " + both.format(2),
+        "requests_offered " + both.format(3),
+        "tokens_fetched " + both.format(100),
+        "tokens_pushed " + both.format(64),
+        "transfer_seconds " + both.format(1.0),
+        "wait_seconds " + both.format(4.0),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -78,6 +79,18 @@ def test_the_sum_does_not_depend_on_the_parts(
         added.add(parts[worker].data)
     assert added.summary() == whole.summary()
     assert added.data["failed"] == whole.data["failed"]
+
+
+def test_figures_that_were_added_stay_as_they_are() -> None:
+    """Their sum has lists of its own."""
+    period = Figures()
+    period.ended(fetched(1.0, None))
+    period.ended(fetched(1.0, MISSING))
+    before = deepcopy(period.data)
+    whole = Figures(period.data)
+    whole.add(period.data)
+    assert period.data == before
+    assert len(whole.data["tokens"]) == 2
 
 
 @pytest.mark.parametrize(

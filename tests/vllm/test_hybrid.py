@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from kvplan.layout import Shard
-from kvplan.serving import Table, Target
+from kvplan.serving import Place, Table, Target
+from kvplan.vllm.options import ConnectorOptions
 from kvplan.vllm.scheduler import ConnectorScheduler
 from kvplan.vllm.states import StateForm
 from kvplan.vllm.step import WorkerAddress
+from kvplan.vllm.worker import ConnectorWorker, LayerGroup, Model
 from tests.datadist.states import ATTENTION_BLOCKS, STATE_BLOCKS, whole
 from tests.planning.test_states import KNOWN
-from tests.vllm.hybrid import KINDS, HybridWorker
+from tests.vllm.hybrid import KINDS, HostArray, HybridWorker
 from tests.vllm.test_scheduler import PROMPT, request
 from tests.vllm.test_worker import Peer
 
@@ -132,6 +134,25 @@ def test_states_may_be_of_a_single_kind() -> None:
     conv = StateForm.of(states("SHORT_CONV", (3, 16)), 2)
     assert (conv.columns["x"].num_heads, conv.num_heads) == (32, 0)
     assert StateForm.of(states("LINEAR", (4, 8, 8), replicated=True), 2).num_heads == 4
+
+
+def test_each_part_of_the_states_is_compared() -> None:
+    """The only group has a cache for each part; they differ in the type of the recurrent state."""
+    made = []
+    for dtype in (np.float16, np.float32):
+        spec = states("GDN_ATTN", (3, 96), (4, 8, 8))
+        spec.dtypes = (np.dtype(np.float16), np.dtype(dtype))
+        group = LayerGroup(("model.layers.0.mixer",), 64, states=StateForm.of(spec, 1))
+        model = Model("m", 4, Place(), 0, 4, (group,), produces=False, consumes=True)
+        made.append(ConnectorWorker(bytes(16), model, ConnectorOptions.of({})))
+        page = np.zeros((4, 1, 1, 2048), np.int8).view(HostArray)
+        made[-1].register({"model.layers.0.mixer": page})
+    mine, theirs = (worker.exchange._compatibility for worker in made)
+    found = mine.difference(theirs.fields)
+    assert "state 0, dtype DT_FLOAT16, " in found
+    assert "state 0, dtype DT_FLOAT, " in found
+    for worker in made:
+        worker.close()
 
 
 def test_a_replicated_state_is_whole_on_each_rank() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -14,7 +15,7 @@ pytest.importorskip("aiohttp")  # the extra `test` has it; vLLM brings it to use
 import aiohttp
 from aiohttp import web
 
-from kvplan.vllm.proxy import Proxy, Servers
+from kvplan.vllm.proxy import Proxy
 from tests.support.ports import free_port
 
 PATH = "/v1/completions"
@@ -162,19 +163,19 @@ class Client:
 
 @asynccontextmanager
 async def proxy_over(
-    prefill: Sequence[Handler | None],
-    decode: Sequence[Handler | None],
+    prefill: Sequence[Handler | str | None],
+    decode: Sequence[Handler | str | None],
     timeout_s: float = DEADLINE_S,
     *,
     push: bool = False,
 ) -> AsyncIterator[Client]:
-    """Yield a client of a proxy over servers; None is a server that is down."""
+    """Yield a client of a proxy over servers: handlers, URLs, or None for a server that is down."""
     async with AsyncExitStack() as held:
         session = await held.enter_async_context(aiohttp.ClientSession())
         urls = []
         for handler in (*prefill, *decode):
-            if handler is None:
-                urls.append(unused_url())
+            if handler is None or isinstance(handler, str):
+                urls.append(handler or unused_url())
                 continue
             app = web.Application()
             app.router.add_post(PATH, handler)
@@ -225,18 +226,33 @@ def test_other_servers_replace_those_that_fail() -> None:
         prefill = [servers.fails, None, servers.prefill]
         async with proxy_over(prefill, [None, servers.decode]) as client:
             assert [await client.post() for _ in range(3)] == [WHOLE] * 3
-        assert servers.asked[-1][1]["kv_transfer_params"] == PARAMS
+        decoded = [body for name, body, _ in servers.asked if name == "decode"]
+        assert [body.get("kv_transfer_params") for body in decoded] == [PARAMS] * 3
 
     asyncio.run(run())
 
 
-def test_a_server_that_failed_is_asked_last_for_a_while() -> None:
-    now = 0.0
-    servers = Servers(["a", "b"], lambda: now)
-    servers.failed("a")
-    assert [list(servers.turn()) for _ in range(2)] == [["b", "a"]] * 2
-    now = 60.0
-    assert [list(servers.turn()) for _ in range(2)] == [["a", "b"], ["b", "a"]]
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_host_that_does_not_answer_is_not_waited_for(
+    side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection never opens, as behind a firewall; a prompt and an answer may take long."""
+
+    async def run() -> None:
+        servers = Pretended()
+        with (
+            socket.create_server(("127.0.0.1", 0), backlog=0) as silent,
+            socket.create_connection(silent.getsockname()),  # the queue of `silent` is full
+        ):
+            monkeypatch.setattr("kvplan.vllm.proxy._CONNECT_S", 0.2)
+            sides: dict[str, list[Handler | str | None]]
+            sides = {"prefill": [servers.prefill], "decode": [servers.decode]}
+            sides[side].insert(0, f"http://127.0.0.1:{silent.getsockname()[1]}")
+            async with proxy_over(**sides) as client, asyncio.timeout(DEADLINE_S / 2):
+                assert await client.post() == WHOLE
+        assert servers.names() == ["prefill", "decode"]
+
+    asyncio.run(run())
 
 
 def test_a_decode_server_that_failed_is_asked_last() -> None:
@@ -320,10 +336,14 @@ def test_a_request_that_no_server_can_take_gets_an_error_in_openais_form() -> No
     async def run() -> None:
         servers = Pretended()
         async with proxy_over([servers.prefill], [None]) as client:
-            status, text = await client.post()
-            assert (status, '"server_error"' in text) == (502, True)
+            headers, body = {"X-Request-Id": "mine"}, {"prompt": [1, 2]}
+            url = client.url + PATH
+            async with client.session.post(url, json=body, headers=headers) as response:
+                text = await response.text()
+                assert (response.status, '"server_error"' in text) == (502, True)
+                assert response.headers["X-Request-Id"] == "mine"
             for data in ("[1]", "{"):
-                async with client.session.post(client.url + PATH, data=data) as response:
+                async with client.session.post(url, data=data) as response:
                     text = await response.text()
                     assert (response.status, '"invalid_request_error"' in text) == (400, True)
 

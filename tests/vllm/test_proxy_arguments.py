@@ -1,4 +1,4 @@
-"""The command line of the proxy."""
+"""The command line of the proxy, and the order of its servers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("aiohttp")  # the extra `test` has it; vLLM brings it to users
 
 
-from kvplan.vllm.proxy import arguments, main
+from kvplan.vllm.proxy import Servers, arguments, main
 
 
 def test_without_aiohttp_the_proxy_names_the_installation() -> None:
@@ -54,3 +54,12 @@ def test_a_port_that_is_taken_is_named(
         monkeypatch.setattr(sys, "argv", ["proxy", *given])
         assert main() == 1
     assert f"cannot serve at 127.0.0.1:{port}: " in caplog.text
+
+
+def test_a_server_that_failed_is_asked_last_for_a_while() -> None:
+    now = 0.0
+    servers = Servers(["a", "b"], lambda: now)
+    servers.failed("a")
+    assert [list(servers.turn()) for _ in range(2)] == [["b", "a"]] * 2
+    now = 60.0
+    assert [list(servers.turn()) for _ in range(2)] == [["a", "b"], ["b", "a"]]

@@ -40,6 +40,7 @@ class VllmWorker:
 
     Args:
         windows: Window of each group of two layers; 0 means none.
+        first_layer: Number of the first layer.
         latent: True for layers of MLA, which all workers have whole.
     """
 
@@ -54,6 +55,8 @@ class VllmWorker:
         dim: int = DIM,
         latent: bool = False,
         windows: Sequence[int] = (0,),
+        first_layer: int = 9,
+        model: str = "tiny",
         place: Place | None = None,
         **options: Any,
     ) -> None:
@@ -62,7 +65,9 @@ class VllmWorker:
         arrays = [np.zeros(shape, np.float32) for _ in range(layers)]
         groups = [
             LayerGroup(
-                tuple(f"model.layers.{9 + index}.attn" for index in reversed(range(*ends))),
+                tuple(
+                    f"model.layers.{first_layer + index}.attn" for index in reversed(range(*ends))
+                ),
                 block_tokens,
                 "" if latent else "vec",
                 window,
@@ -75,8 +80,8 @@ class VllmWorker:
             for group in groups
             for name, array in zip(group.layers, arrays, strict=True)
         }
-        model = Model(
-            name="tiny",
+        described = Model(
+            name=model,
             num_heads=1 if latent else HEADS,
             place=place,
             worker=place.stage,
@@ -86,7 +91,9 @@ class VllmWorker:
             consumes=not produces,
         )
         self.scheduler = ConnectorScheduler(engine_id, windowed=any(windows))
-        self.worker = ConnectorWorker(self.scheduler.instance, model, ConnectorOptions.of(options))
+        self.worker = ConnectorWorker(
+            self.scheduler.instance, described, ConnectorOptions.of(options)
+        )
         self.worker.register({name: CpuTensor(layer) for name, layer in self.layers.items()})
         if (address := self.worker.address) is not None:
             self.scheduler.set_workers({(0, 0): address})
