@@ -59,6 +59,16 @@ def test_a_plan_is_refused_by_field_value_and_range(
     assert message in json.loads(out)["error"]
 
 
+def test_json_that_is_nested_too_deeply_is_not_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("[" * 100_000 + "]" * 100_000)
+    code, out = printed(capsys, "check", path)
+    assert code == 1
+    assert out == f"{path} is not a plan: it is nested too deeply\n"
+
+
 def test_bytes_written_twice_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = push([7, 8, 2]).to_dict()
     segments = document["parts"][0]["segments"]

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from numpy.typing import NDArray
 
 import kvplan
-from kvplan.cli.info import host
+from kvplan import Cache, LlmDataDist, LlmRole
+from kvplan.cli.info import host, look
 from kvplan.cli.info.look import COSTS
 from kvplan.device.ascend import A2, A3, A950
 from kvplan.transport.tcp.transport import connections_of
@@ -69,6 +71,27 @@ def test_reserved_huge_pages_are_not_free(monkeypatch: pytest.MonkeyPatch) -> No
     texts = {"/proc/meminfo": "".join(lines)}
     monkeypatch.setattr(host, "_text_of", lambda path: texts.get(path, ""))
     assert host._pages()["hugetlb"] == {"nbytes": 2 << 20, "total": 10, "free": 4}
+
+
+def test_native_modules_that_were_not_built_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvnative", None)
+    (error,) = (reported := host._native_modules()).values()
+    assert [*reported] == ["kvnative"]
+    assert error.startswith("import of kvnative halted")
+
+
+class Crossing(LlmDataDist):
+    """An engine whose copies reach the other tensor."""
+
+    def arrays(self, cache: Cache) -> list[NDArray[Any]]:
+        found = super().arrays(cache)
+        return found if cache.cache_id == 1 else found[::-1]
+
+
+def test_a_copy_to_another_tensor_is_wrong() -> None:
+    with Crossing(1, LlmRole.MIX) as engine:
+        engine.initialize({"llm.ListenIpInfo": ""})
+        assert look._wrong_within(engine, 0) == "blocks [0, 2, 5, 7] came back wrong"
 
 
 class TestWithoutAccelerator:

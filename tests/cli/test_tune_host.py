@@ -123,6 +123,20 @@ def test_a_tuning_that_is_faster_in_few_rounds_is_not_used(won: int, threads: in
     assert Machine(ns).tuned().tuning.threads == threads
 
 
+def test_a_tuning_whose_best_round_is_not_faster_is_not_used() -> None:
+    """The built-in tuning is as fast in the first round, before the other one was measured."""
+    measured = []
+
+    def ns(nbytes: int, tuning: Tuning) -> float:
+        if tuning.threads == 2:
+            measured.append(nbytes)
+        is_slow = tuning.threads == 1 or (tuning.threads == 4 and measured)
+        return usual()(nbytes, tuning) * (1.0 if is_slow else 0.8)
+
+    assert Machine(ns).tuned().tuning.threads == 4
+    assert len(measured) == 5
+
+
 @pytest.mark.parametrize(
     "machine",
     [
@@ -130,6 +144,10 @@ def test_a_tuning_that_is_faster_in_few_rounds_is_not_used(won: int, threads: in
         Machine(usual(MIB), noise=9.0),  # or now and then
         # or the machine is too slow to measure in time
         Machine(lambda *copy: 100 * usual(MIB)(*copy)),
+        # or only for the last comparison, after another tuning was found
+        Machine(
+            lambda nbytes, tuning: usual(MIB)(nbytes, tuning) * (1 if tuning.threads > 1 else 1000)
+        ),
     ],
 )
 def test_a_busy_machine_keeps_the_built_in_tuning_with_a_warning(machine: Machine) -> None:

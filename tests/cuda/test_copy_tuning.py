@@ -19,6 +19,7 @@ from kvnative._cuda import (
 )
 from kvnative._device import Device as NativeDevice
 from kvplan import LLMException
+from kvplan.cli import main
 from kvplan.cli.tune.cuda import SIZES, Way, calibrate, time_copies
 from kvplan.device import cuda_copies
 from kvplan.device.cuda import CudaDevice
@@ -130,6 +131,24 @@ def test_a_failed_trial_leaves_the_tuning_as_it_was(
     with pytest.raises(LLMException, match="701"):
         time_copies(opened, "device_to_device", "single", 4 * KIB, span_nbytes=64 * KIB)
     assert copy_tuning(opened.native, "device_to_device") == before
+
+
+@pytest.mark.parametrize(("call", "code"), [("cuMemCreate", 2), ("cuMemcpyAsync", 701)])
+def test_a_gpu_that_fails_is_named(
+    cuda_simulator: CudaControls,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    call: str,
+    code: int,
+) -> None:
+    cuda_simulator.add_fault(f"{call}:1={code}")
+    assert main(["tune", "--only", "cuda"]) == 2
+    device = CudaDevice(0)
+    device.close()
+    found = " ".join(capsys.readouterr().out.split())
+    assert found.startswith(f"{device.name}: ")
+    assert f"{call}: {code}" in found
+    assert not (folder / "cuda.json").exists()
 
 
 def test_devices_copy_by_the_stored_tuning(opened: CudaDevice, folder: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvplan
+from kvnative._cuda import CudaLibrary
 from kvplan import (
     BlocksCacheKey,
     CacheDesc,
@@ -22,8 +23,11 @@ from kvplan import (
     LlmRole,
     Options,
     Placement,
+    Rows,
+    Transfer,
 )
 from kvplan.device.choice import open_accelerator
+from kvplan.device.cuda import CudaDevice
 from kvplan.device.memory import DeviceMemory
 from tests.cuda_sim.cuda_library import Access, Allocation, Cuda, Location
 from tests.cuda_sim.simulator import CudaControls
@@ -261,4 +265,40 @@ def test_each_of_several_watches_is_checked(
     memory(*[Watched(False)] * len(replaced)).check()
     with refused("LLM_KV_CACHE_NOT_EXIST", OTHER):
         memory(*map(Watched, replaced)).check()
+    device.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "context", "sides"),
+    [
+        (NUM_DEVICE, "own", "both sides are on device 3, in different contexts"),
+        (4, "primary", "one side is on device 3 and the other on device 4"),
+    ],
+)
+def test_memory_of_another_device_or_context_is_not_copied(
+    cuda_simulator: CudaControls, number: int, context: str, sides: str
+) -> None:
+    devices = CudaDevice(NUM_DEVICE), CudaDevice(number, CudaLibrary.load(context=context))
+    src, dst = (
+        DeviceMemory(
+            device,
+            np.array([GRANULE], np.uint64),
+            np.array([GRANULE], np.uint64),
+            writable=True,
+            owner="the test",
+        )
+        for device in devices
+    )
+    copy = kvplan.plan(Transfer(Rows(ONE, [1]), Rows(ONE, [2])))
+    with refused("LLM_FEATURE_NOT_ENABLED", sides):
+        kvplan.execute(copy, src, dst)
+    for device in devices:
+        device.close()
+
+
+def test_the_size_of_memory_is_that_of_all_tensors(cuda_simulator: CudaControls) -> None:
+    device = CudaDevice(NUM_DEVICE)
+    columns = (np.array(item, np.uint64) for item in ([64, 512], [8, 40]))
+    memory = DeviceMemory(device, *columns, writable=True, owner="the test")
+    assert repr(memory) == f"<DeviceMemory 2 tensors, 48 bytes: {device!r}>"
     device.close()

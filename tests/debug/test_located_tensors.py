@@ -47,6 +47,17 @@ def test_slots_and_opaque_rows() -> None:
     assert first.holds == "what lies in slot 0 at the source, not of this request"
 
 
+def test_no_block_table_of_slots_is_named() -> None:
+    desc = CacheDesc(2, (3, 4, 16), DataType.DT_FLOAT16, kv_tensor_format="slot token dim")
+    source = filled(desc, 1)
+    plan = kvplan.plan(Transfer(Rows(desc, slot=2), Rows(desc, slot=1)), local="dst")
+    found = moved(plan, source, [np.zeros(desc.shape, np.float16)] * 2)
+    found[1][1, 2:] = 0
+    text = str(replay(plan, source, found))
+    assert " wrote it, from slot 2 of " in text
+    assert "src_blocks" not in text
+
+
 def test_groups_are_compared_separately() -> None:
     latent = CacheDesc(2, (8, 4, 6), DataType.DT_FLOAT16, kv_tensor_format="block token dim")
     plan = joined(

@@ -27,6 +27,7 @@ from tests.device.pair import A_WHILE, FOREVER, Pair, row, still_pending
 from tests.support.refusals import refused
 
 ROW_NBYTES = DEVICE.stride
+FAILING_WAIT = {"ascend": ("aclrtStreamWaitEvent", 507899), "cuda": ("cuStreamWaitEvent", 999)}
 
 
 class TestInside:
@@ -281,9 +282,18 @@ class TestRefused:
             (handle_of(event), 107017),
             (elsewhere, 107003),
         ):
-            with pytest.raises(LLMException, match=f"after=.* on device 3: .* {code}"):
+            with refused("LLM_PARAM_INVALID", f"after=.* on device 3: .* {code}"):
                 datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=given)
         elsewhere.close()
+
+    def test_a_device_that_fails_is_not_the_fault_of_the_event(
+        self, simulator: Controls, datadist: LlmDataDist, compute: Compute
+    ) -> None:
+        cache = datadist.allocate_blocks_cache(DEVICE)
+        call, code = FAILING_WAIT[simulator.accelerator]
+        simulator.add_fault(f"{call}:1={code}")
+        with refused("LLM_FAILED", f"after=.* on device 3: {call}: {code}"):
+            datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=compute.event())
 
     def test_a_refused_event_leaves_its_layer_waiting(self, linked: Pair) -> None:
         task = linked.prefill.layered(

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from kvplan.execution.tuning import (
     this_processor,
     tuning_path,
 )
+from tests.support import lone_user
+from tests.support.held import Held
 
 MINE = Finding(builtin_tuning()._replace(bypass_nbytes=9 << 20), True, ("measured",), 250.0)
 # Recognized by the text of a RecursionError; the parser of Python 3.14 checks the stack itself.
@@ -229,7 +232,26 @@ def test_a_path_that_is_not_a_file_is_reported(path: Path) -> None:
 def test_a_file_of_another_user_is_not_used(path: Path) -> None:
     save_tuning(MINE)
     os.chown(path, 12345, 12345)
+    before = Held.now()
     assert "it belongs to user 12345" in choose().note
+    before.check_nothing_new()
+
+
+def test_a_file_of_root_is_used_by_other_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator may measure for all users of a machine."""
+    with TemporaryDirectory() as folder:
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        save_tuning(MINE)
+        for file in (Path(folder), tuning_path().parent, tuning_path()):
+            file.chmod(0o755)
+        lone_user.run("""
+            from kvplan.execution.tuning import choose
+            from tests.support.lone_user import become
+
+            become()
+            choice = choose()
+            assert (choice.source, choice.note) == ("measured", ""), choice
+        """)
 
 
 def test_without_a_folder_the_builtin_tuning_is_used(

@@ -81,10 +81,37 @@ class TestFindings:
             assert second.findings() == [finding] * same, (peer, here, there)
             second.observer.close()
 
-    def test_one_transfer_that_writes_a_block_twice(self, program: Program) -> None:
-        run(program, [1, 1], [3, 4])
+    @pytest.mark.parametrize(
+        ("op", "here", "there"), [("READ", [1, 1], [3, 4]), ("WRITE", [1, 2], [3, 3])]
+    )
+    def test_one_transfer_that_writes_a_block_twice(
+        self, program: Program, op: str, here: list[int], there: list[int]
+    ) -> None:
+        run(program, here, there, op)
         assert program.findings() == ["written_twice"]
         assert [its.plan for its in program.recording().transfers] == [None]
+
+    @pytest.mark.parametrize(
+        ("op", "here", "there"), [("READ", [1, 2], [3, 3]), ("WRITE", [1, 1], [3, 4])]
+    )
+    def test_one_transfer_may_read_a_block_twice(
+        self, program: Program, op: str, here: list[int], there: list[int]
+    ) -> None:
+        run(program, here, there, op)
+        assert program.findings() == []
+        assert [its.nbytes for its in program.recording().transfers] == [6 * BLOCK]
+
+    def test_each_agent_logs_the_first_finding_of_a_kind(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for name in ("one", "other"):
+            program = Program(tmp_path / name)
+            for _ in range(2):
+                run(program, [1, 1], [3, 4])
+            program.observer.close()
+        logged = [its.message for its in caplog.records if "written_twice" in its.message]
+        found = [str(tmp_path / name) in text for name in ("one", "other") for text in logged]
+        assert found == [True, False, False, True]
 
     def test_a_release_before_the_end(self, program: Program) -> None:
         type(program.agent).polls = 1

@@ -111,9 +111,9 @@ def test_an_unchanged_program_is_observed(site: Path, way: str) -> None:
 
 OURS = """
 import numpy as np
-from nixl import nixl_agent
-import nixl._api, kvplan.nixl
-assert nixl._api.nixl_agent is nixl_agent is kvplan.nixl.nixl_agent
+from {name} import nixl_agent
+import {name}._api, kvplan.nixl
+assert {name}._api.nixl_agent is nixl_agent is kvplan.nixl.nixl_agent
 owner, agent = nixl_agent("prefill"), nixl_agent("decode")
 there, here = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
 owner.register_memory([(there.ctypes.data, 64, 0, "kv")], "DRAM")
@@ -129,9 +129,11 @@ for its in (agent, owner): its.agent.close()
 """
 
 
-def test_programs_on_kvplans_nixl_are_observed(site: Path) -> None:
-    """Modules of kvplan are observed also under the names of the other package."""
-    run(site, *LAUNCHER, f"nixl={site}/seen", "--as", "nixl", "--", "-c", OURS)
+@pytest.mark.parametrize("name", ["nixl", "kvplan.nixl"])
+def test_programs_on_kvplans_nixl_are_observed(site: Path, name: str) -> None:
+    """Modules of kvplan are observed under their own names, and under those of the package."""
+    program = OURS.format(name=name)
+    run(site, *LAUNCHER, f"nixl={site}/seen", "--as", "nixl", "--", "-c", program)
     (recording,) = map(read, (site / "seen").glob("nixl-decode-*.kvrec"))
     assert [(its.tag, its.nbytes) for its in recording.transfers] == [("cmpl-7", 64)]
 
@@ -156,6 +158,11 @@ def test_a_program_that_records_nothing_says_so_at_its_end(
         assert said.endswith(end)
     else:
         assert (said, len(list((site / folder).glob("*.kvrec")))) == ("", 1)
+
+
+def test_a_forked_child_says_nothing_at_its_end(site: Path) -> None:
+    end = f"kvplan.run: --observe nixl: no recording was made in {site}\n"
+    assert launched(site, "nixl", "import os; os.wait() if os.fork() else None") == end
 
 
 def test_a_recording_that_is_gone_was_not_made(site: Path) -> None:

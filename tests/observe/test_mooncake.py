@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvplan.observe import Observer
+from kvplan.observe.observer import peer_number
 from kvplan.observe.surfaces import wrap_mooncake
 from kvplan.recording import read
 
@@ -105,6 +106,28 @@ def test_arguments_may_have_names(tmp_path: Path, num_by_position: int) -> None:
     pull, push = recording.transfers
     assert (pull.operation, pull.nbytes) == ("pull_ranges", 8)
     assert (push.operation, push.nbytes) == ("push_ranges", 6)
+
+
+@pytest.mark.parametrize("method", ["initialize", "initialize_ext"])
+@pytest.mark.parametrize(
+    ("given", "name"), [("host", "host:15428"), ("host:1", "host:1"), ("[::1]:7", "[::1]:7")]
+)
+def test_an_engine_has_the_name_by_which_peers_know_it(
+    tmp_path: Path, method: str, given: str, name: str
+) -> None:
+    """A name without a port gets that of the engine."""
+    module = types.ModuleType("mooncake.engine")
+    module.TransferEngine = observed(  # type: ignore[attr-defined]
+        get_rpc_port=lambda engine: 15428, initialize_ext=lambda engine, *names: 0
+    )
+    observer = Observer(tmp_path)
+    wrap_mooncake(module, observer)
+    assert getattr(module.TransferEngine(), method)(given, "P2PHANDSHAKE", "tcp", "") == 0
+    observer.close()
+    (path,) = tmp_path.glob("*.kvrec")
+    recording = read(path)
+    assert [row.fields["name"] for row in recording.events] == [name]
+    assert recording.header.cluster_id == peer_number(name)
 
 
 def test_an_engine_at_the_place_of_another_has_a_recording_of_its_own(tmp_path: Path) -> None:

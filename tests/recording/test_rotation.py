@@ -18,7 +18,7 @@ import pytest
 from kvplan import LLMException
 from kvplan.recording import Dropped, read
 from kvplan.recording.files import RotatingFile
-from kvplan.recording.format import LENGTH
+from kvplan.recording.format import LENGTH, MAGIC
 from tests.recording.operations import PLAN, SMALLEST, record, recorder, tags
 from tests.support import lone_user
 from tests.support.refusals import refused
@@ -195,6 +195,17 @@ def test_no_file_of_another_kind_is_renamed_or_removed(tmp_path, older):
     with refused("LLM_PARAM_INVALID", f"{other} exists and is not a recording"):
         recorder(path, files=3)
     assert [*tmp_path.iterdir()] == [other]
+
+
+@pytest.mark.parametrize("length", [0, 1, len(MAGIC) - 1, len(MAGIC)])
+@pytest.mark.parametrize("older", ["", ".1"])
+def test_a_file_that_ends_in_its_first_bytes_is_a_recording(tmp_path, older, length):
+    """A crash or a full disk leaves such a file; the next recording can begin."""
+    path = tmp_path / "a.kvrec"
+    Path(f"{path}{older}").write_bytes(MAGIC[:length])
+    with recorder(path) as writer:
+        record(writer, PLAN, "now")
+    assert tags(path) == ["now"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a device")

@@ -138,6 +138,7 @@ def test_the_writer_of_a_block_is_found_in_the_peers_recording(recorded, capsys)
     document = json.loads(run(capsys, decode, prefill, "--block", block, "--json"))
     assert [item["transfer"]["tag"] for item in document["writes"]] == ["request 7", "request 8"]
     assert [item["src_rows"] for item in document["writes"]] == [[3], [9]]
+    assert [(item["cluster"], item["source"]) for item in document["writes"]] == [(1, 1), (1, 1)]
 
 
 def test_a_plan_is_explained_and_saved(recorded, capsys, tmp_path):
@@ -148,6 +149,32 @@ def test_a_plan_is_explained_and_saved(recorded, capsys, tmp_path):
     out = tmp_path / "plan.json"
     run(capsys, recorded[0], "--save-plan", transfer.number, out)
     assert load_plan(out) == transfer.plan
+
+
+def test_block_tables_have_the_names_of_their_parts(capsys, tmp_path):
+    slots, blocks = (
+        CacheDesc(2, (6, size, 8), DataType.DT_INT8, kv_tensor_format=f"{row} token dim")
+        for row, size in (("slot", 8), ("block", 4))
+    )
+    pairs = {
+        "b": (Rows(slots, [1]), Rows(blocks, [5, 3])),
+        "c": (Rows(blocks, [0, 4]), Rows(blocks, [2, 1])),
+    }
+    plan = joined({name: kvplan.plan(Transfer(*rows)) for name, rows in pairs.items()})
+    with recorder(tmp_path / "a.kvrec") as writer:
+        record(writer, plan)
+    text = run(capsys, tmp_path / "a.kvrec", "--plan", 0)
+    assert [line for line in text.splitlines() if "_blocks: " in line] == [
+        "part b, src_blocks: 1",
+        "part b, dst_blocks: 5, 3",
+        "part c, src_blocks: 0, 4",
+        "part c, dst_blocks: 2, 1",
+    ]
+    found = json.loads(run(capsys, tmp_path / "a.kvrec", "--plan", 0, "--json"))
+    assert found["block_tables"] == [
+        {"part": "b", "src": [1], "dst": [5, 3]},
+        {"part": "c", "src": [0, 4], "dst": [2, 1]},
+    ]
 
 
 def test_saved_files_are_named_in_the_json_document(recorded, capsys, tmp_path):

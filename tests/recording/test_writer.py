@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -139,21 +141,20 @@ def test_rows_without_room_are_dropped_and_counted(tmp_path):
     assert recording.transfers[1].plan == PLAN
 
 
-def test_a_living_forked_child_does_not_keep_the_file(tmp_path):
+@pytest.mark.parametrize("fork", [os.fork, ctypes.PyDLL(None).fork], ids=["python", "c"])
+def test_a_living_forked_child_does_not_keep_the_file(tmp_path, fork):
+    """C code forks without the handlers of Python, such as `subprocess` before exec."""
     path = tmp_path / "a.kvrec"
-    reading, writing = os.pipe()
     with recorder(path) as writer:
         record(writer, PLAN, "first")
-        if not (child := os.fork()):
-            os.close(writing)
-            os.read(reading, 1)  # until the parent has recorded again
+        if not (child := fork()):
+            signal.pause()  # until the parent has recorded again
             os._exit(0)
     try:
         with recorder(path) as writer:
             record(writer, PLAN, "second")
     finally:
-        os.close(writing)
-        os.close(reading)
+        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert tags(path) == ["second"]
 

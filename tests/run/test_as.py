@@ -38,6 +38,16 @@ def test_an_installed_nixl_is_named_and_not_used(folder: Folder) -> None:
     assert done.stderr == f"kvplan.run: nixl is kvplan's; {official} is not used\n"
 
 
+def test_a_nixl_beside_the_program_is_named_and_not_used(folder: Folder) -> None:
+    """The folder of the program is searched, and not that in which the launcher is started."""
+    beside = folder.write("app/nixl.py", "raise SystemError")
+    folder.write("nixl.py", "raise SystemError")
+    program = folder.write("app/program.py", PROGRAM)
+    done = folder.launch("--as", "nixl", str(program))
+    assert done.stdout == OURS
+    assert done.stderr == f"kvplan.run: nixl is kvplan's; {beside} is not used\n"
+
+
 def test_an_installed_nixl_is_used_without_the_option(folder: Folder) -> None:
     official = folder.write("site/nixl.py", "print('official')")
     done = folder.launch("-c", "import nixl", path=[official.parent])

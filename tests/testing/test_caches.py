@@ -36,6 +36,7 @@ from tests.support.refusals import refused
         ("NHD", 6, (8, 16, 4, 32)),
         ("HND", 6, (8, 4, 16, 32)),
         ("MLA", 3, (8, 16, 32)),
+        ("slot token dim", 3, (8, 16, 32)),
         ("block layer kv token head dim", 1, (8, 3, 2, 16, 4, 32)),
         ("block kv token head dim", 3, (8, 2, 16, 4, 32)),
         ("slot token head dim", 6, (8, 16, 4, 32)),
