@@ -79,7 +79,7 @@ cdef class LayeredTask(AnyTask):
         cdef list merged = []
         for layer in range(self.layered.num_layers):
             for i in range(kvn_layered_spans(&self.layered, layer, spans)):
-                if spans[i].first != last or first == last:
+                if spans[i].first != last:
                     if first < last:
                         merged.append((first, last))
                     first = spans[i].first

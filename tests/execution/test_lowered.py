@@ -307,12 +307,12 @@ def test_rows_of_unknown_layout_are_lowered_as_their_plans(
 
 
 def copied(
-    src: Cache, dst: Cache, src_rows: Any, dst_rows: Any, **more: Any
+    src: Cache, dst: Cache, src_rows: Any, dst_rows: Any, kind: Kind = "B2B", **more: Any
 ) -> tuple[Plan, Descriptors] | None:
-    """Compare a request between blocks with its plan, and return the descriptors."""
-    source, target = side("src", src.desc, paged=True), side("dst", dst.desc, paged=True)
+    """Compare a request to blocks with its plan, and return the descriptors."""
+    source, target = side("src", src.desc, paged=kind == "B2B"), side("dst", dst.desc, paged=True)
     request = Request(
-        "pull_blocks", "B2B", source, target, memory(source), memory(target), src_rows, dst_rows,
+        "pull_blocks", kind, source, target, memory(source), memory(target), src_rows, dst_rows,
         ALL_LAYERS, more,
     )  # fmt: skip
     assert_lowered_as_planned(request)
@@ -341,6 +341,16 @@ def test_a_lease_of_whole_rows_must_have_as_many_blocks() -> None:
     assert copied(cache, cache, leased, [0, 1, 2]) is not None
     assert copied(cache, cache, leased, [0, 1]) is None
     assert copied(cache, cache, [0, 1], leased) is None
+
+
+@pytest.mark.parametrize(("blocks", "fits"), [(2, True), (3, False), (4, False)])
+@pytest.mark.parametrize("form", [list, RequestBlocks])
+def test_no_block_is_left_out_of_a_table_that_is_longer_than_a_slot(
+    form: Any, blocks: int, fits: bool
+) -> None:
+    slots, cache = blocks_of(3, "slot", "token", "head", "dim", tokens=8), blocks_of(9, *NHD)
+    bound = copied(slots, cache, (1,), form([8, 6, 7, 5][:blocks]), "C2B", num_tokens=7)
+    assert (bound is not None) is fits
 
 
 @pytest.mark.parametrize("tokens", [5, 7, 8, 9, 13])

@@ -147,6 +147,19 @@ def test_copies_inside_a_cache_are_lowered_as_their_plan_is(blocks: dict[int, li
     assert bound[0] == plan
 
 
+@pytest.mark.parametrize("count", [25, 30, 100])
+def test_many_copies_of_a_row_are_ordered_as_in_their_plan(count: int) -> None:
+    """Their destinations differ in one byte of the offset, or in two."""
+    (source, src), (target, dst) = cache(3), cache(count)
+    read, written = [1, 2, 1, 0, 1] * (count // 5), [*reversed(range(count))]
+    bound = lower_natively(
+        RowRequests(), "pull_blocks", "B2B", source, target, src, dst, read, written
+    )
+    plan = kvplan.plan(Transfer(Rows(source, read), Rows(target, written)), local="dst")
+    assert bound is not None
+    assert columns(bound[1]) == columns(bind(plan, src, dst, one_space=True))
+
+
 def test_a_slot_is_a_row() -> None:
     (source, src), (target, dst) = cache(5, paged=False), cache(4, paged=False)
     requests = RowRequests()

@@ -185,6 +185,40 @@ static void renewed_beside_a_wait(void)
     kvn_generations_close(&table);
 }
 
+/* A write through a gate counts for its own ticket only, and not for a later one in the same place. */
+static void passed_by_an_earlier_ticket(void)
+{
+    kvn_generations table;
+    kvn_writers writers;
+    kvn_writer writer;
+    kvn_failure failure;
+    kvn_fault fault;
+    kvn_announcement first, later;
+    kvn_word word;
+
+    CHECK(kvn_generations_create(1, 0, &table, &failure) == KVN_OK);
+    CHECK(kvn_generations_take(&table, false, 0, &word.slot, &word.generation, &failure) == KVN_OK);
+    CHECK(kvn_writers_create(1, &writers, &failure) == KVN_OK);
+    CHECK(kvn_writer_open(getpid(), table.memory.fd, table.memory.inode, 1, writers.memory.fd, writers.memory.inode,
+                          1, (uintptr_t)writers.gates, &writer, &failure) == KVN_OK);
+    kvn_guard *guard = kvn_guard_create(&writer, &word, 1);
+    CHECK(kvn_guard_enter(guard, true, 0, &first, &fault) == KVN_OK);
+    CHECK(!kvn_guard_has_passed(guard, &first));
+    *(uint64_t *)kvn_guard_gate(guard, &first) = first.number;
+    CHECK(kvn_guard_has_passed(guard, &first));
+    later = first;
+    do {
+        kvn_guard_leave(guard, &later);
+        CHECK(kvn_guard_enter(guard, true, 0, &later, &fault) == KVN_OK);
+    } while (later.place != first.place);
+    CHECK(!kvn_guard_has_passed(guard, &later));
+    kvn_guard_leave(guard, &later);
+    kvn_guard_destroy(guard);
+    kvn_writer_close(&writer);
+    kvn_writers_close(&writers);
+    kvn_generations_close(&table);
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
@@ -192,6 +226,7 @@ int main(int count, char **arguments)
         {"no_place_in_a_hurry", no_place_in_a_hurry},
         {"late_is_forgiven", late_is_forgiven},
         {"renewed_beside_a_wait", renewed_beside_a_wait},
+        {"passed_by_an_earlier_ticket", passed_by_an_earlier_ticket},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

@@ -235,6 +235,25 @@ static void thread_blocks_signals(void)
     CHECK(sigismember(&after, SIGUSR2) == 1);
 }
 
+/* A wait that nothing wakes lasts until its deadline, and ends then. */
+static void wait_until_the_deadline(void)
+{
+    const int64_t from_now_ns[] = {3000000, 1, -3000000, -2 * kvn_now_ns()};
+    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t never;
+
+    kvn_cond_init(&never);
+    pthread_mutex_lock(&mutex);
+    for (size_t i = 0; i < KVN_COUNT_OF(from_now_ns); i++) {
+        const int64_t deadline_ns = kvn_now_ns() + from_now_ns[i];
+        while (kvn_cond_wait(&never, &mutex, deadline_ns))
+            ; /* a spurious wake-up */
+        CHECK(kvn_now_ns() >= deadline_ns);
+    }
+    pthread_mutex_unlock(&mutex);
+    pthread_cond_destroy(&never);
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
@@ -245,6 +264,7 @@ int main(int count, char **arguments)
         {"find_calls", find_calls},
         {"rename_process", rename_process},
         {"thread_blocks_signals", thread_blocks_signals},
+        {"wait_until_the_deadline", wait_until_the_deadline},
         {"first_thread_ends", first_thread_ends},
     };
 

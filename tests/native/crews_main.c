@@ -1,6 +1,8 @@
 /* The threads of a pool on several NUMA nodes. */
 #include "nodes.h"
 
+#include "process/process.h"
+
 /* Finds two processors that this process may use; the same one twice if there is only one. */
 static void two_processors(int found[2])
 {
@@ -358,6 +360,32 @@ static void an_abort_leaves_the_rest_of_both(void)
     kvn_pool_destroy(pool);
 }
 
+/* The kernel is asked for pages of this process only: to another process its addresses are other memory. */
+static void only_own_destinations_have_a_node(void)
+{
+    static const uint64_t size = 3 * MIN;
+    int processors[2];
+    kvn_pool *pool = pool_of(2, processors);
+    char *memory = calloc(2, size);
+    const uint64_t from = (uintptr_t)memory, to = from + size;
+
+    for (int is_get = 0; is_get < 2; is_get++) { /* the get last, whose answers are kept */
+        kvn_backend *backend = kvn_process_create(pool, getpid(), is_get ? KVN_PEER_GET : KVN_PEER_PUT);
+        const kvn_columns one = {.dst = &to, .src = &from, .nbytes = &size, .count = 1};
+        kvn_request *request;
+        kvn_report report;
+
+        num_calls = 0;
+        CHECK(backend->vtable->submit(backend, &one, &request, &report) == KVN_OK);
+        CHECK(backend->vtable->wait(backend, request, KVN_FOREVER) == KVN_OK);
+        CHECK(num_calls == (unsigned)is_get);
+        backend->vtable->release(backend, request);
+        backend->vtable->destroy(backend);
+    }
+    kvn_pool_destroy(pool);
+    free(memory);
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
@@ -371,6 +399,7 @@ int main(int count, char **arguments)
         {"the_right_one_wakes", the_right_one_wakes},
         {"a_caller_moves_its_own_first", a_caller_moves_its_own_first},
         {"an_abort_leaves_the_rest_of_both", an_abort_leaves_the_rest_of_both},
+        {"only_own_destinations_have_a_node", only_own_destinations_have_a_node},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

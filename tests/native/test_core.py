@@ -12,6 +12,7 @@ CHECKS = {
     "core": (
         *("merge_spans", "add_to_a_full_report", "sort_in_one_array", "find_intervals"),
         *("find_calls", "rename_process", "first_thread_ends", "thread_blocks_signals"),
+        "wait_until_the_deadline",
     ),
     "endings": ("ends_while_it_is_watched", "is_watched_while_it_ends"),
     "tasks": (
@@ -30,10 +31,11 @@ CHECKS = {
         *("threads_are_spread", "threads_are_bound_to_their_nodes", "a_thread_knows_its_node"),
         *("each_moves_its_own", "the_idle_one_steals", "one_thread_moves_both"),
         *("memory_of_others_has_no_node", "the_right_one_wakes", "a_caller_moves_its_own_first"),
-        "an_abort_leaves_the_rest_of_both",
+        *("an_abort_leaves_the_rest_of_both", "only_own_destinations_have_a_node"),
     ),
     "announced": (
         *("renewed_and_left", "no_place_in_a_hurry", "late_is_forgiven", "renewed_beside_a_wait"),
+        "passed_by_an_earlier_ticket",
     ),
 }
 """Checks by program: `core_main.c`, and so on."""

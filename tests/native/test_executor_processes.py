@@ -189,3 +189,21 @@ def test_an_interpreter_may_exit_while_a_daemon_thread_waits() -> None:
             threading.Thread(target=wait, args=(call,), daemon=True).start()
         waiting.wait()
         """)
+
+
+def test_each_error_of_the_system_has_a_status() -> None:
+    run("""
+        import errno
+        from textwrap import dedent
+        from tests.support.rights import denying
+        def child():
+            exec(dedent(denying("process_vm_readv", error=error)), {})
+            reader = Executor(process_backend(ThreadPool(1), os.getpid(), "get"))
+            report = reader.run(scatter([100]).descriptors)
+            assert (report.status, report.code) == (status, error), report
+        for error, status in {
+            errno.EPERM: KVN_DENIED, errno.ENOSYS: KVN_UNSUPPORTED, errno.ESRCH: KVN_PEER_GONE,
+            errno.EFAULT: KVN_UNMAPPED, errno.ENOMEM: KVN_NO_MEMORY, errno.EIO: KVN_FAILED,
+        }.items():
+            in_child(child)
+    """)

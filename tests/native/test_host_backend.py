@@ -15,6 +15,7 @@ from kvnative._lower import Descriptors
 from kvnative._tuning import NEVER, Tuning, builtin_tuning, measure_copies
 from tests.native.scatter import UNTOUCHED, scatter, write_again
 from tests.support.spare import assert_same
+from tests.support.wrappers import limit_batch
 
 POOL = ThreadPool(3)
 EXECUTOR = Executor(host_backend(POOL))
@@ -182,8 +183,10 @@ def test_a_copy_onto_itself_is_already_done(nbytes: int) -> None:
     assert np.array_equal(array, before)
 
 
+@pytest.mark.parametrize("most", [2, 1000])
 @pytest.mark.parametrize("filler", [10, 1_000_000])
-def test_a_descriptor_that_overlaps_itself_is_refused_and_named(filler: int) -> None:
+def test_a_descriptor_that_overlaps_itself_is_refused_and_named(filler: int, most: int) -> None:
+    """Its index in the part of the batch that the executor submits is not used."""
     case = scatter([filler] * 3, seed=4)
     array = np.zeros(200, np.uint8)
     where = np.uint64(array.ctypes.data)
@@ -192,7 +195,7 @@ def test_a_descriptor_that_overlaps_itself_is_refused_and_named(filler: int) -> 
         np.append(case.descriptors.src, where),
         np.append(case.nbytes, np.uint64(100)),
     )
-    executor = Executor(host_backend(ThreadPool(1)))
+    executor = Executor(limit_batch(host_backend(ThreadPool(1)), most))
     report = executor.run(descriptors)
     assert (report.status, report.failed, report.unconfirmed) == (KVN_INVALID, 3, ((3, 4),))
     assert "descriptor 3" in report.message

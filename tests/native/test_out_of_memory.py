@@ -103,6 +103,26 @@ assert executor.run(case.descriptors).status == KVN_OK
 
 
 @can_limit
+def test_no_memory_to_lower_in_leaves_the_array_as_it_was() -> None:
+    run(
+        LEAVE
+        + """
+column = np.ones(2_000_000, np.uint64)
+leave(16 << 20)
+try:
+    lower(column, column, column, column[:1], column[:1], out=case.descriptors)
+except MemoryError as error:
+    assert "bytes of descriptors" in str(error)
+else:
+    raise AssertionError
+assert case.descriptors.count == len(case.nbytes)
+assert executor.run(case.descriptors).status == KVN_OK
+case.assert_moved()
+"""
+    )
+
+
+@can_limit
 def test_no_memory_for_a_layer_in_flight_is_an_outcome() -> None:
     run(
         LEAVE

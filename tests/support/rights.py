@@ -6,6 +6,7 @@ the peer.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -37,7 +38,7 @@ _DENY = """
     import ctypes, platform, struct
     which = ("x86_64", "aarch64").index(platform.machine())
     numbers = [each[which] for each in {calls}]
-    load, deny, allow = (0x20, 0, 0, 0), (6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000)  # EPERM
+    load, deny, allow = (0x20, 0, 0, 0), (6, 0, 0, 0x50000 | {error}), (6, 0, 0, 0x7FFF0000)
     tests = [(0x15, len(numbers) - place, 0, number) for place, number in enumerate(numbers)]
     program = [load, *tests, allow, deny]
     code = b"".join(struct.pack("HBBI", *each) for each in program)
@@ -49,9 +50,9 @@ _DENY = """
 """
 
 
-def denying(*calls: str) -> str:
-    """Return a snippet that makes the system calls of these names fail with EPERM."""
-    return _DENY.format(calls=[_CALLS[name] for name in calls])
+def denying(*calls: str, error: int = errno.EPERM) -> str:
+    """Return a snippet that makes the system calls of these names fail with `error`."""
+    return _DENY.format(calls=[_CALLS[name] for name in calls], error=error)
 
 
 def may(*command: str) -> bool:

@@ -191,9 +191,16 @@ def test_a_process_that_ends_is_refused_while_the_system_still_shows_it() -> Non
         assert peer.copy(empty, words, Revocable()) == "refused"
 
 
-def test_a_closed_table_is_reported_as_a_closed_transport() -> None:
-    """Without a word the system is asked, and does not find the descriptor of the table."""
-    program = "sys.stdin.readline(); table.close(); print('closed', flush=True)"
+@pytest.mark.parametrize("then", ["", "os.dup2(os.memfd_create('another'), number)"])
+def test_a_closed_table_is_reported_as_a_closed_transport(then: str) -> None:
+    """Without a word the system is asked, and finds no descriptor or one of another file."""
+    program = f"""
+        sys.stdin.readline()
+        number = table.fd
+        table.close()
+        {then}
+        print("closed", flush=True)
+    """
     with owner(program) as (process, peer, words):
         assert process.stdin is not None
         assert process.stdout is not None

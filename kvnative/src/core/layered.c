@@ -344,8 +344,6 @@ static kvn_opened *find_going_on(const kvn_layered *layered)
 
 int kvn_layered_abort(kvn_layered *layered, int why)
 {
-    int give_up;
-
     pthread_mutex_lock(&layered->mutex);
     if (!layered->settled && layered->give_up == KVN_OK) {
         layered->give_up = why;
@@ -353,7 +351,6 @@ int kvn_layered_abort(kvn_layered *layered, int why)
         settle_if_over(layered);
         pthread_cond_broadcast(&layered->changed);
     }
-    give_up = layered->give_up;
     while (!layered->settled) {
         kvn_opened *it = find_going_on(layered);
         int status;
@@ -365,7 +362,7 @@ int kvn_layered_abort(kvn_layered *layered, int why)
         it->stopping = true;
         it->users++;
         pthread_mutex_unlock(&layered->mutex);
-        status = kvn_task_abort(&it->task, give_up);
+        status = kvn_task_abort(&it->task, why);
         pthread_mutex_lock(&layered->mutex);
         let_go(layered, it, status);
     }
