@@ -213,6 +213,21 @@ def test_peers_are_notified_of_each_transfer_between_the_same_caches(
         assert [arrived.data for arrived in peer.notifications()] == [b"first", b"second", b"third"]
 
 
+def test_every_peer_is_notified_of_a_failure_although_a_success_has_no_notice(
+    make_engine: MakeEngine,
+) -> None:
+    peers, user = [make_engine(number, listen=True) for number in (1, 3)], make_engine(2)
+    transfers = pulls_from(peers, user)
+    for peer in peers:
+        link(user, peer)
+    lost = structs.replace(transfers["of 3"], src=Rows(CacheIndex(3, 99), [1]))
+    with pytest.raises(LLMException, match="99"):
+        user.run({**transfers, "of 3": lost}, notify_failure=b"failed")
+    for peer in peers:
+        user.notify(peer.cluster_id, b"last")
+        assert [arrived.data for arrived in peer.notifications()] == [b"failed", b"last"]
+
+
 def test_a_peer_that_is_linked_while_others_are_looked_up_is_notified(
     make_engine: MakeEngine,
 ) -> None:

@@ -100,7 +100,7 @@ def test_ranges_move_inside_of_one_engine(
     assert written[[5, 11] if direction == "pull" else [0, 6, 100]].tolist()[0] == taken
     assert "memory" in user.plan(ranges).explain()
     merged = user.plan(AddressRanges(2, [first, first + 3], [second, second + 3], [3, 4]))
-    assert (merged.part.num_slices, merged.num_descriptors) == (2, 1)
+    assert (merged.part.num_slices, merged.part.num_descriptors) == (2, 1)
     with refused("LLM_PARAM_INVALID", "notify must be None: a copy inside"):
         user.run(ranges, notify=b"lost")
     with refused("LLM_PARAM_INVALID", "notify_failure must be None"):

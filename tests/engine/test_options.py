@@ -194,6 +194,11 @@ def test_values_are_checked_by_rules(key, text, match):
         Options.of({key: text})
 
 
+@pytest.mark.parametrize("source", ["", "127.0.0.5", "::1"])
+def test_connections_come_from_an_address_of_either_family(source: str) -> None:
+    assert Options.of({"kvplan.tcp_source": source}).tcp_source == source
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

@@ -74,6 +74,20 @@ def test_a_request_is_lowered_as_its_plan_is_or_left_to_the_planner(
     assert bound[0].explain() == plan.explain()
 
 
+@pytest.mark.parametrize("form", [list, np.array])
+def test_a_caller_may_change_its_tables_after_the_request(form: Any) -> None:
+    (source, src), (target, dst) = cache(8), cache(8)
+    src_rows, dst_rows = form([1, 2]), form([5, 3])
+    bound = lower_natively(
+        RowRequests(), "pull_blocks", "B2B", source, target, src, dst, src_rows, dst_rows
+    )
+    assert bound is not None
+    src_rows[:] = dst_rows[:] = form([0, 0])
+    tables = bound[0].part.tables
+    assert tables is not None
+    assert (tables.src.tolist(), tables.dst.tolist()) == ([1, 2], [5, 3])
+
+
 layers = st.sampled_from([range(1), range(1, 3), range(3), range(2, 3), range(4), None])
 ALIKE = [range(1), range(0, 1, 2), range(0, 1, 7)]
 """Values that equal others in Python; the planner accepts only the first of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from threading import Event, Thread, current_thread
@@ -193,6 +194,16 @@ def test_the_end_of_the_last_task_ends_close():
         closing.join(WAIT_S)
         assert not closing.is_alive()
     assert at > 1
+
+
+def test_a_call_is_made_once_at_whichever_step_of_the_end_it_is_added():
+    for at in count(1):
+        task, called = Task("ending", []), []
+        add = partial(task.when_settled, partial(called.append, at))
+        if not interrupted(at, task.end, add, {AwaitableTask._note_settled.__code__}):
+            break
+        assert called == [at]
+    assert at > 2
 
 
 def test_a_task_with_a_failed_layer_is_settled_when_its_other_layers_have_ended():

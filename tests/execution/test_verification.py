@@ -98,3 +98,23 @@ def test_a_descriptor_larger_than_the_scratch_memory_is_compared_whole(more: int
             with refused("LLM_FAILED", "is not the same on both sides"):
                 transfers.verify(plan, src, dst)
             written[1, place] ^= 1
+
+
+def test_a_sample_names_the_block_that_differs() -> None:
+    plan = kvplan.plan(
+        Transfer(Rows(DESC, [0, 1, 2]), Rows(DESC, [5, 3, 7]), coalesce=kvplan.Coalesce.NONE),
+        local="dst",
+    )
+    written = [np.zeros(DESC.shape, np.uint8) for _ in range(2)]
+    src = HostMemory.from_arrays([np.zeros(DESC.shape, np.uint8) for _ in range(2)])
+    dst = HostMemory.from_arrays(written)
+    written[1][3] = 9
+    message = ""
+    with Transfers(1) as transfers:
+        while not message:  # the first descriptor of a sample is chosen by lot
+            try:
+                transfers.verify(plan, src, dst, 3)
+            except LLMException as error:
+                message = str(error)
+    assert f"verify: {plan.origin(4)} is not the same on both sides" in message
+    assert "3" in str(plan.origin(4))
