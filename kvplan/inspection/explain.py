@@ -356,9 +356,7 @@ def _tensor_text(part: Part, begin: int, end: int) -> str:
 
 
 def _kv(part: Part, index: int) -> str:
-    if "kv" not in part.split and part.tensors_per_layer != 2:
-        return ""
-    return kv_of(part, part.dst_tensors[index], 0, 0)
+    return kv_of(part, part.dst_tensors[index], 0, 0) if part.tensors_per_layer == 2 else ""
 
 
 def oddities(part: Part) -> list[str]:

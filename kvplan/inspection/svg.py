@@ -107,7 +107,6 @@ def picture(plan: Plan, parts: Sequence[Part]) -> str:
 def layer_texts(part: Part) -> list[str]:
     """Return a text for each layer: `layer 4 → 0: tensors 8 → 0 K, 9 → 1 V`."""
     per_layer = part.tensors_per_layer
-    named = "kv" in part.split or per_layer == 2
     places = []
     for side, views in ((part.src, part.src_tensors), (part.dst, part.dst_tensors)):
         located = side.locate(views, part.split, per_layer)[0].tolist() if part.split else [*views]
@@ -117,7 +116,7 @@ def layer_texts(part: Part) -> list[str]:
         piece = slice(layer * per_layer, (layer + 1) * per_layer)
         views = part.dst_tensors[piece]
         pairs = [
-            f"{src} → {dst} {kv_of(part, view, 0, 0) if named else ''}".rstrip()
+            f"{src} → {dst} {kv_of(part, view, 0, 0) if per_layer == 2 else ''}".rstrip()
             for src, dst, view in zip(*(column[piece] for column in places), views, strict=True)
         ]
         hidden = len(pairs) - MAX_TENSORS

@@ -256,6 +256,35 @@ def test_another_block_of_the_source_is_found_beyond_the_first_chunk(block: int)
     assert first.holds == f"what lies in block {block} at the source, not of this request"
 
 
+@pytest.mark.parametrize("block", [15, 16, 17])
+def test_content_of_the_request_is_found_beyond_the_first_chunk(block: int) -> None:
+    """`locate` searches 16 MiB at a time, and a token has one."""
+    right = np.zeros((18, 1, 1 << 20), np.uint8)
+    right[:, 0, 1] = np.arange(1, 19)
+    found = right.copy()
+    found[0] = right[block]
+    desc = CacheDesc(1, right.shape, DataType.DT_UINT8, kv_tensor_format="block token dim")
+    plan = kvplan.plan(Transfer(Rows(desc, range(18)), Rows(desc, range(18))), local="dst")
+    first = locate([right], [found], plan).first
+    assert first is not None
+    assert first.holds == f"what is expected of token {block}, in block {block}"
+
+
+@pytest.mark.parametrize("kv", [0, 1])
+def test_another_block_of_the_source_is_found_if_values_lie_behind_all_keys(kv: int) -> None:
+    desc = CacheDesc(
+        1, (2, 8, 4, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="kv block token head dim"
+    )
+    source = filled(desc, 1)
+    plan = kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [5])), local="dst")
+    found = moved(plan, source, [np.zeros(desc.shape, np.float16)])
+    found[0][kv, 5] = source[0][kv, 6]
+    first = replay(plan, source, found).first
+    assert first is not None
+    assert (first.kv, first.row) == ("KV"[kv], 5)
+    assert first.holds == "what lies in block 6 at the source, not of this request"
+
+
 def test_cells_that_do_not_divide_the_compared_chunks() -> None:
     """A cell of MLA has 1152 bytes, of which no multiple is 16 MiB: look at both sides of a cut."""
     desc = CacheDesc(1, (1000, 16, 576), DataType.DT_FLOAT16, kv_tensor_format="block token dim")

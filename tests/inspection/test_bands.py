@@ -241,6 +241,21 @@ def test_neighbours_that_share_a_mark_are_counted() -> None:
     )
 
 
+def test_each_band_names_all_heads_however_its_runs_repeat() -> None:
+    """Runs of one token and of two begin at the same place of a block, but repeat otherwise."""
+    src, dst = (
+        CacheDesc(2, shape, DataType.DT_FLOAT16, kv_tensor_format=axes)
+        for shape, axes in (
+            ((3, 2, 3, 2), "block head token dim"),
+            ((3, 2, 2, 2), "block head dim token"),
+        )
+    )
+    plan = kvplan.plan(Transfer(Rows(src, [1, 2]), Rows(dst, [2, 0, 1]), num_tokens=5), local="dst")
+    bands = Bands(plan.part)
+    texts = [bands.text(range(band, band + 1)).split("; ")[1:3] for band in range(len(bands))]
+    assert texts == [["heads 0..1", f"token {number}"] for number in range(5)]
+
+
 def test_a_slot_that_is_cut_into_blocks_is_called_a_slot() -> None:
     slots = CacheDesc(
         4, (3, 64, 8, 128), DataType.DT_FLOAT16, kv_tensor_format="slot token head dim"

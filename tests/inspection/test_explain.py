@@ -172,6 +172,13 @@ def test_a_size_has_the_largest_unit_that_it_reaches() -> None:
     assert [nbytes_text(size) for size in sizes] == written
 
 
+def test_a_block_whose_values_lie_elsewhere_has_the_bytes_of_both() -> None:
+    desc = CacheDesc(1, (2, 4, 3, 2, 4), INT8, kv_tensor_format="kv block token head dim")
+    plan = kvplan.plan(Transfer(Rows(desc, [1, 3]), Rows(desc, [2, 0])), local="dst")
+    assert plan.nbytes == 96
+    assert "| 2 blocks x 48 B\n" in plan.explain()
+
+
 def test_a_block_that_is_filled_in_part_counts_as_a_slice() -> None:
     row, blocks = (CacheDesc(1, shape, DataType.DT_INT8) for shape in ((1, 10), (3, 4)))
     plan = kvplan.plan(Transfer(Rows(row), Rows(blocks, [0, 1, 2])), local="dst")

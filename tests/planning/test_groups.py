@@ -51,6 +51,21 @@ def test_a_plan_of_groups_counts_all_of_them() -> None:
     assert not PLAN.reinterpret
 
 
+@pytest.mark.parametrize("odd", range(3))
+def test_any_part_may_differ_from_the_others(odd: int) -> None:
+    usual = kvplan.plan(Transfer(Rows(LATENT, [1]), Rows(LATENT, [0])), local="dst").part
+    slots, others = (
+        CacheDesc(1, (4, 64), data_type, kv_tensor_format="slot token")
+        for data_type in (DataType.DT_INT8, DataType.DT_UINT8)
+    )
+    other = kvplan.plan(Transfer(Rows(slots), Rows(others), reinterpret=True), local="dst").part
+    parts = [(other if number == odd else usual).labelled(str(number)) for number in range(3)]
+    plan = Plan(parts)
+    assert (plan.kind, plan.reinterpret) == ("B2B+C2C", True)
+    renamed = [part.labelled("new") if number == odd else part for number, part in enumerate(parts)]
+    assert plan != Plan(renamed)
+
+
 def test_an_origin_names_its_group() -> None:
     assert str(PLAN.origin(0)).startswith("latent: layer 0>0 tensor 0>0 block 1-2>0-1 tokens 0..31")
     assert str(PLAN.origin(7)).startswith("latent: layer 3>3 tensor 3>3 block 5>2")

@@ -97,6 +97,7 @@ def test_a_consumed_capsule_is_refused():
         ({"stride": (8.5, 1)}, "does not export its memory"),
         ({"shape": ("a", 8)}, "does not export its memory"),
         ({"stride": ValueError("no strides")}, "does not export its memory: no strides"),
+        ({"stride": RuntimeError("it is sparse")}, "does not export its memory: it is sparse"),
         ({"element_size": 4}, "which is not a DataType"),
     ],
 )

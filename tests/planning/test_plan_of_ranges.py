@@ -50,6 +50,7 @@ def test_each_pair_of_tensors_is_a_part_of_the_ranges_between_them(pulls: bool) 
         ),
         ("9.1 to 7", plan.operation, SEVERAL, ONE, range(1, 2), range(1), [(4, 0x30, 4)], 1),
     ]  # fmt: skip
+    assert repr(plan.by_part()["7 to 9.2"]).endswith("C2C L0>2 x 1 slot: 2 desc, 24 B>")
     assert plan == Plan(plan.parts)
     assert (plan.nbytes, plan.num_descriptors) == (28, Plan(plan.parts).num_descriptors)
     first = "local {}, remote {}, 16 bytes".format(

@@ -108,6 +108,28 @@ def test_every_element_arrives_at_the_place_of_its_axes(transfer, coalesce, loca
     assert_moves(planned(transfer, coalesce, local), *transfer)
 
 
+@pytest.mark.parametrize("outside", ["src", "dst", "both"])
+def test_keys_and_values_may_lie_outside_the_blocks(outside):
+    """Rows that hold the same axes in the same order differ in size if an axis is outside them."""
+    inner, outer = (
+        CacheDesc(1, shape, DataType.DT_UINT8, kv_tensor_format=f"{axes} token head dim")
+        for shape, axes in (((4, 2, 3, 2, 4), "block kv"), ((2, 4, 3, 2, 4), "kv block"))
+    )
+    descs = {"src": inner, "dst": inner} | dict.fromkeys(
+        ("src", "dst") if outside == "both" else (outside,), outer
+    )
+    plan = kvplan.plan(Transfer(*map(Rows, descs.values(), ([1, 3], [2, 0]))), local="dst")
+    source = np.arange(192, dtype=np.uint8).reshape(descs["src"].shape)
+    target = np.zeros(descs["dst"].shape, np.uint8)
+    reference.execute(plan, [source], [target])
+    blocks_first = [
+        np.moveaxis(array, 1, 0) if desc is outer else array
+        for array, desc in zip((source, target), descs.values(), strict=True)
+    ]
+    np.testing.assert_array_equal(blocks_first[1][[2, 0]], blocks_first[0][[1, 3]])
+    assert not blocks_first[1][[1, 3]].any()
+
+
 def merged(runs):
     """Merge neighbours that are adjacent on both sides."""
     found = []
