@@ -14,7 +14,10 @@ from unittest.mock import Mock
 import pytest
 
 from kvplan import LLMException, LLMStatusCode
+from kvplan.control.endpoint import Endpoint
 from kvplan.links import LinkState, RegisterMemStatus
+from kvplan.links.peer_link import PeerLink
+from kvplan.links.rendezvous import Communicator, Location
 from tests.links.end import DEADLINE_S, End, settle
 from tests.links.peer import Peer
 from tests.support.refusals import refused
@@ -340,6 +343,24 @@ def test_members_may_be_linked_by_address_before(make_end: MakeEnd, comm_dir: st
     assert one.state(2) is LinkState.LINKED
     one.links.comm_unlink(1)
     assert one.state(2) is LinkState.LINKED
+
+
+@pytest.mark.parametrize("name", ["", "other", "name"])
+def test_a_link_that_was_made_in_another_way_meanwhile_is_left_alone(
+    make_end: MakeEnd, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """An attempt may end with the link that the other end has made, by address or another name."""
+    links = make_end(2, listen="").links
+    link = PeerLink(1, "", name, links._control, 1000)
+    comm = Communicator(7, "name", {1: Location(), 2: Location()})
+
+    async def found(*_: object) -> PeerLink:
+        return link
+
+    monkeypatch.setattr(links._initiator, "link", found)
+    is_linked = links._run(links._rendezvous._try_link(comm, 1, Endpoint("127.0.0.1", 1)))
+    assert is_linked is (name == "name")
+    assert link.comm_id == (7 if is_linked else None)
 
 
 class TestBadArguments:
