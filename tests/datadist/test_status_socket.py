@@ -163,7 +163,7 @@ def test_a_client_that_does_not_read_delays_others_for_a_second_at_most() -> Non
 
 
 def test_a_socket_that_is_opened_after_another_was_closed_is_answered() -> None:
-    """It has the same descriptor."""
+    """The second one has the descriptor of the first."""
     control = ControlLoop()
 
     async def replace() -> None:

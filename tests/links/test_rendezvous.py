@@ -97,7 +97,7 @@ def test_each_member_that_never_arrives_has_the_reason(make_end: MakeEnd, comm_d
 def test_only_members_that_have_not_linked_are_named(
     make_end: MakeEnd, comm_dir: str, is_far: bool
 ) -> None:
-    """Of two linked members, one has listened and the other has connected."""
+    """Two members are linked: one has listened, and the other has connected."""
     # Addresses of this host that no other process uses.
     high, middle, low = os.getpid().to_bytes(3, "big")
     hosts = [f"127.{first + high}.{middle}.{low}" for first in (1, 128)]
