@@ -334,7 +334,8 @@ class Rendezvous:
             if error.status_code is LLMStatusCode.LLM_ALREADY_LINK:
                 raise
             return False
-        link.comm_id = comm.comm_id
+        if link.comm == comm.name:  # otherwise the peer has made it meanwhile, in another way
+            link.comm_id = comm.comm_id
         return link.comm == comm.name
 
     def _listens_for(self, cluster_id: int) -> bool:

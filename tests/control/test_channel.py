@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -410,6 +411,13 @@ def test_a_ping_learns_of_the_end(conversation: Conversation) -> None:
 
     with pytest.raises(ChannelClosed, match="enough"):
         conversation.loop.run(ping())
+
+
+def test_small_messages_leave_at_once(conversation: Conversation) -> None:
+    for channel in (conversation.channel, conversation.far_channel()):
+        connection = channel.connection.stream._socket
+        assert connection is not None
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_replies_that_no_request_waits_for_are_ignored(conversation: Conversation) -> None:

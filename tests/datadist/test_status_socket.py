@@ -178,6 +178,25 @@ def test_a_client_that_does_not_read_delays_others_for_a_second_at_most() -> Non
     assert answer.document == {"schema_version": 1, "text": "short"}, answer
 
 
+def test_a_socket_that_is_opened_after_another_was_closed_is_answered() -> None:
+    """The second one has the descriptor of the first."""
+    control = ControlLoop()
+
+    async def replace() -> None:
+        first = StatusSocket(control, "first", dict)
+        first.start()
+        first.close()
+        StatusSocket(control, "second", dict).start()
+
+    control.start()
+    with ExitStack() as opened:
+        opened.callback(control.stop)
+        control.run(replace())
+        answer = _read(f"kvplan-status-{os.geteuid()}-{os.getpid()}-second", DEADLINE_S)
+    assert answer is not None
+    assert answer.document == {"schema_version": 1}, answer
+
+
 def test_a_surplus_client_is_refused() -> None:
     control, goes_on = ControlLoop(max_workers=4), Event()
 

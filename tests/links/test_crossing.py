@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from kvplan import LLMStatusCode
+from kvplan import LLMException, LLMStatusCode
 from kvplan.links import ClusterInfo, LinkResults, LinkState
 from kvplan.links.peer_link import PeerLink
 from kvplan.transport.link import TransportLink
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.tcp.transport import TcpTransport
-from tests.links.end import DEADLINE_S, End
+from tests.links.end import DEADLINE_S, DESC, End
 from tests.support.refusals import refused
 
 MakeEnd = Callable[..., End]
@@ -212,6 +212,49 @@ def test_a_connection_that_is_made_after_the_end_of_its_handshake_is_closed(
     with refused(LLMStatusCode.LLM_NOT_YET_LINK, "cluster 1 has unlinked by force"):
         while time.monotonic() < deadline:
             made.check()
+
+
+def test_a_transport_that_cannot_connect_closes_the_connections_of_others(
+    make_end: MakeEnd,
+) -> None:
+    class Near(_Kept):
+        def shortfall(self, metadata: bytes) -> str:
+            return "too little"
+
+    class Broken(TcpTransport):
+        def connect(self, metadata: bytes, **kwargs: Any) -> Any:
+            raise LLMException("no route", status_code=LLMStatusCode.LLM_LINK_FAILED)
+
+    near, other = Near(), Near()
+    near.go_on.set()
+    other.go_on.set()
+    one = make_end(1, transports=[near, Broken()])
+    two = make_end(2, transports=[other, TcpTransport()])
+    one.check_link_fails(two.cluster, LLMStatusCode.LLM_LINK_FAILED, "transport: tcp: no route")
+    with refused(LLMStatusCode.LLM_LINK_FAILED, "no route"):
+        near.made.get(timeout=DEADLINE_S).check()
+
+
+def test_changes_during_a_handshake_reach_the_peer(make_end: MakeEnd) -> None:
+    slow = _Slow()
+    one, two = make_end(1), make_end(2, transports=[slow])
+
+    def wait_until(reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not reached():
+            assert time.monotonic() < deadline
+
+    one.registry.allocate(DESC, paged=False)
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(one.link, two.cluster, timeout_ms=60_000)
+        try:
+            wait_until(lambda: [link.caches for link in two.links.status()] == [1])
+            one.registry.allocate(DESC, paged=False)
+            wait_until(lambda: not one.links._is_publish_pending)
+        finally:
+            slow.go_on.set()
+        call.result(DEADLINE_S)
+    wait_until(lambda: two.status(1).caches == 2)
 
 
 @pytest.mark.parametrize("round_", range(10))

@@ -22,7 +22,6 @@ from kvplan import BlockLease, CacheIndex, CacheKey, LLMException, LLMStatusCode
 from kvplan.control.endpoint import Endpoint
 from kvplan.links import ClusterInfo, IpInfo, LinkResult, LinkResults, LinkState
 from kvplan.links.peer_link import PeerLink
-from kvplan.transport.local import LocalTransport
 from tests.links.end import DEADLINE_S, End
 from tests.links.peer import Peer
 from tests.support.ports import free_port
@@ -341,49 +340,6 @@ def test_addresses_may_be_names_and_ipv6(make_end: MakeEnd, remote: tuple[str, s
     port = int(other.address.rpartition(":")[2])
     make_end(1).link(ClusterInfo(2, IpInfo(remote[1], port)))
     assert other.state(1) is LinkState.LINKED
-
-
-class _Unreachable(LocalTransport):
-    """A transport that refuses every peer."""
-
-    def refusal(self, metadata: bytes) -> str | None:
-        return "the cable is missing"
-
-
-class _Unconnectable(LocalTransport):
-    """A transport that refuses no peer, but cannot connect."""
-
-    def refusal(self, metadata: bytes) -> None:
-        return None
-
-    def connect(self, metadata: bytes, **timeout: Any) -> Any:
-        raise LLMException("no route", status_code=LLMStatusCode.LLM_LINK_FAILED)
-
-
-def test_engines_without_a_common_transport_are_refused(make_end: MakeEnd, end: End) -> None:
-    other = make_end(2, transports=[_Unreachable()])
-    why = "no transport between cluster 2 and cluster 1: local: cluster 2: the cable is missing"
-    end.check_link_fails(other.cluster, LLMStatusCode.LLM_LINK_FAILED, why)
-    assert other.links.live() == 0
-
-
-def test_the_peer_cannot_reach_back(make_end: MakeEnd, end: End) -> None:
-    other = make_end(2, transports=[_Unconnectable()])
-    why = "confirm: cluster 2 cannot reach cluster 1: local: no route"
-    end.check_link_fails(other.cluster, LLMStatusCode.LLM_LINK_FAILED, why)
-    assert "no route" in other.wait_for(1, "UNLINKED")
-    assert (end.state(2), other.state(1)) == (None, None)
-
-
-def test_the_initiator_cannot_reach_the_peer(make_end: MakeEnd, end: End) -> None:
-    one = make_end(3, transports=[_Unconnectable()])
-    why = "transport: local: no route"
-    one.check_link_fails(end.cluster, LLMStatusCode.LLM_LINK_FAILED, why)
-    # Only one end has a caller that learns of the failure.
-    lines = one.wait_for(1, "UNLINKED"), end.wait_for(3, "UNLINKED")
-    assert ["no route" in line for line in lines] == [True, True]
-    assert [line.partition(" ")[0] for line in lines] == ["INFO", "WARNING"]
-    assert (one.state(1), end.state(3)) == (None, None)
 
 
 def test_the_number_of_links_is_limited(make_end: MakeEnd) -> None:

@@ -19,7 +19,7 @@ from kvplan.control.channel import Channel
 from kvplan.control.connecting import Server
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
-from kvplan.control.messages import Body, Confirm, Hello, Offer, Welcome
+from kvplan.control.messages import Body, Chosen, Confirm, Hello, Offer, Welcome
 from kvplan.links import ClusterInfo, LinkState
 from kvplan.links.handshake import HandshakeAcceptor, _Accepted
 from kvplan.links.local_engine import LocalEngine
@@ -174,6 +174,21 @@ def test_a_handshake_waits_for_the_other_as_long_as_its_own_end_does() -> None:
     asyncio.run(meet())
 
 
+def test_transports_are_chosen_once() -> None:
+    link = PeerLink(5, "", "", cast(ControlLoop, None), 1000)
+    begun: list[bytes] = []
+
+    def connect(link: PeerLink, _: object, challenge: bytes, timeout_s: float) -> None:
+        begun.append(challenge)
+        link.connecting = cast(Any, object())
+
+    made, failed = acceptor(1, accepting={5: link}, connect=connect)
+    made._accepted[link] = _Accepted(INSTANCE, (), 1.0, None)
+    for name in ("local", "tcp"):
+        made.chosen(link, Chosen(INSTANCE, (name,), ()))
+    assert (begun, link.transports, failed) == ([INSTANCE], ("local",), [])
+
+
 def test_a_handshake_that_ends_while_it_connects_replaces_no_link() -> None:
     link = PeerLink(5, "", "", cast(ControlLoop, None), 1000)
     link.connecting = cast(Any, object())
@@ -310,6 +325,9 @@ def test_the_peer_is_asked_if_only_it_knows_what_was_freed(
     link.transport_links = cast(Any, {kind: Memories(kind) for kind in kinds})
     try:
         assert (link.asks_before_writes, link.needs_peer) == (asks, needs)
+        if asks or "before" in kinds:
+            assert link._may_be_freed(cast(PeerCache, None))
+            assert link._may_be_freed(cast(PeerCache, None), speculative=True) is asks
     finally:
         link.transport_links = real
 

@@ -14,7 +14,10 @@ from unittest.mock import Mock
 import pytest
 
 from kvplan import LLMException, LLMStatusCode
+from kvplan.control.endpoint import Endpoint
 from kvplan.links import LinkState, RegisterMemStatus
+from kvplan.links.peer_link import PeerLink
+from kvplan.links.rendezvous import Communicator, Location
 from tests.links.end import DEADLINE_S, End, settle
 from tests.links.peer import Peer
 from tests.support.refusals import refused
@@ -94,7 +97,7 @@ def test_each_member_that_never_arrives_has_the_reason(make_end: MakeEnd, comm_d
 def test_only_members_that_have_not_linked_are_named(
     make_end: MakeEnd, comm_dir: str, is_far: bool
 ) -> None:
-    """Of two linked members, one has listened and the other has connected."""
+    """Two members are linked: one has listened, and the other has connected."""
     # Addresses of this host that no other process uses.
     high, middle, low = os.getpid().to_bytes(3, "big")
     hosts = [f"127.{first + high}.{middle}.{low}" for first in (1, 128)]
@@ -340,6 +343,24 @@ def test_members_may_be_linked_by_address_before(make_end: MakeEnd, comm_dir: st
     assert one.state(2) is LinkState.LINKED
     one.links.comm_unlink(1)
     assert one.state(2) is LinkState.LINKED
+
+
+@pytest.mark.parametrize("name", ["", "other", "name"])
+def test_a_link_that_was_made_in_another_way_meanwhile_is_left_alone(
+    make_end: MakeEnd, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """An attempt may end with the link that the other end has made, by address or another name."""
+    links = make_end(2, listen="").links
+    link = PeerLink(1, "", name, links._control, 1000)
+    comm = Communicator(7, "name", {1: Location(), 2: Location()})
+
+    async def found(*_: object) -> PeerLink:
+        return link
+
+    monkeypatch.setattr(links._initiator, "link", found)
+    is_linked = links._run(links._rendezvous._try_link(comm, 1, Endpoint("127.0.0.1", 1)))
+    assert is_linked is (name == "name")
+    assert link.comm_id == (7 if is_linked else None)
 
 
 class TestBadArguments:
