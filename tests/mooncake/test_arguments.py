@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,36 @@ def test_arguments_of_the_wrong_type_are_refused(
 ) -> None:
     with pytest.raises(TypeError, match=f"^{name}"):
         WRONG[name](engine, address)
+
+
+def test_numbers_of_numpy_are_numbers(engine: TransferEngine) -> None:
+    """Programs compute addresses from the columns of block tables."""
+    memory = np.zeros(SIZE, np.uint8)
+    at: Any = np.uint64(memory.ctypes.data)
+    assert engine.register_memory(at, np.int64(SIZE)) == 0  # type: ignore[arg-type]
+    assert engine.write_bytes_to_buffer(at, b"abcd", np.int32(4)) == 0  # type: ignore[arg-type]
+    assert engine.read_bytes_from_buffer(at, np.uint8(4)) == b"abcd"  # type: ignore[arg-type]
+    batch: Any = np.int64(engine.batch_transfer_async_read(engine._own, [at], [at + 64], [8]))
+    while engine.transfer_check_status(batch) == 0:
+        pass
+    assert engine.unregister_memory(at) == 0
+    managed: Any = np.uint64(engine.allocate_managed_buffer(np.int32(SIZE)))  # type: ignore[arg-type]
+    assert engine.free_managed_buffer(managed, np.int32(SIZE)) == 0  # type: ignore[arg-type]
+    assert engine.datadist.caches() == []
+
+
+@pytest.mark.parametrize("seconds", [5, 7, 300])
+def test_a_batch_has_the_seconds_of_the_variable_from_its_call_on(
+    engine: TransferEngine, address: int, monkeypatch: pytest.MonkeyPatch, seconds: int
+) -> None:
+    monkeypatch.setenv("MC_TRANSFER_TIMEOUT", str(seconds))
+    began = time.monotonic()
+    batch = engine.batch_transfer_async_read(engine._own, [address], [address + 64], [8])
+    took_s = time.monotonic() - began
+    assert engine._engine is not None
+    left_s = engine._engine.requests.get(batch).data - began
+    assert seconds <= left_s <= seconds + took_s + 1e-6
+    assert engine.get_batch_transfer_status([batch]) == 0
 
 
 @pytest.mark.parametrize("wrong", [5, 0, False, []], ids=repr)

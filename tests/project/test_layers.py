@@ -27,7 +27,7 @@ MAX_LINES = {
     "kvplan": 1712,
     "links": 4012,
     "llm_datadist": 3806,
-    "mooncake": 611,
+    "mooncake": 613,
     "nixl": 1852,
     "observe": 1669,
     "planning": 5711,
