@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -84,9 +85,29 @@ def test_a_batch_has_the_seconds_of_the_variable_from_its_call_on(
     batch = engine.batch_transfer_async_read(engine._own, [address], [address + 64], [8])
     took_s = time.monotonic() - began
     assert engine._engine is not None
-    left_s = engine._engine.requests.get(batch).data - began
-    assert seconds <= left_s <= seconds + took_s + 1e-6
+    request = engine._engine.requests.get(batch)
+    assert seconds <= request.data - began <= seconds + took_s + 1e-6
+    task = request.task = Mock(wraps=request.task)
     assert engine.get_batch_transfer_status([batch]) == 0
+    (waits_ms,) = task.wait_done.call_args.args
+    assert request.data - time.monotonic() <= waits_ms / 1000 <= seconds + took_s
+
+
+def test_the_time_of_connecting_is_a_part_of_the_timeout(
+    engine: TransferEngine, address: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, cluster = Mock(), engine._cluster
+
+    def slow(name: str) -> int:
+        until = time.monotonic() + 0.05
+        while time.monotonic() < until:
+            pass
+        return cluster(name)
+
+    monkeypatch.setattr(engine, "_cluster", slow)
+    monkeypatch.setattr(engine.datadist, "run", ran)
+    assert engine.transfer_sync_read(engine._own, address, address + 64, 8) == 0
+    assert ran.call_args.kwargs["timeout_ms"] < 30_000 - 49
 
 
 @pytest.mark.parametrize("wrong", [5, 0, False, []], ids=repr)
