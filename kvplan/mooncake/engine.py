@@ -296,10 +296,11 @@ class TransferEngine:
     def write_bytes_to_buffer(self, dest_address: int, data: bytes | str, length: int) -> int:
         """Copy bytes to registered memory."""
         given = as_bytes("data", data)
-        if uint("length", length) > len(given):
-            raise invalid(f"length={length} is out of range [0, {len(given)}], the bytes of data")
-        self._check_host(uint("dest_address", dest_address), length)
-        ctypes.memmove(dest_address, given, length)
+        address, nbytes = uint("dest_address", dest_address), uint("length", length)
+        if nbytes > len(given):
+            raise invalid(f"length={nbytes} is out of range [0, {len(given)}], the bytes of data")
+        self._check_host(address, nbytes)
+        ctypes.memmove(address, given, nbytes)
         return 0
 
     def read_bytes_from_buffer(self, source_address: int, length: int) -> bytes:
@@ -308,8 +309,9 @@ class TransferEngine:
         Raises:
             LLMException: LLM_PARAM_INVALID: not registered, or memory of a device.
         """
-        self._check_host(uint("source_address", source_address), uint("length", length))
-        return ctypes.string_at(source_address, length)
+        address, nbytes = uint("source_address", source_address), uint("length", length)
+        self._check_host(address, nbytes)
+        return ctypes.string_at(address, nbytes)
 
     def _check_host(self, address: int, nbytes: int) -> None:
         """Refuse bytes that are not registered, or that the host cannot reach."""

@@ -125,6 +125,15 @@ def test_a_call_of_another_thread_is_named_by_its_engine() -> None:
         calling.result(DEADLINE_S)
 
 
+def test_a_call_waits_for_another_one_with_its_engine_for_its_own_timeout() -> None:
+    """The unit is milliseconds: a thousand times the timeout is longer than the deadline."""
+    connections = connections_of(Shared())
+    with ThreadPoolExecutor(1) as threads, connections._one_call(NAME, NAME, 1000):
+        disconnecting = threads.submit(connections.disconnect, NAME, 100)
+        with refused(LLMStatusCode.LLM_TIMEOUT, "another call has been .* for 100 ms"):
+            disconnecting.result(DEADLINE_S)
+
+
 @pytest.mark.parametrize("name", ["interrupted", "refused_and_interrupted"])
 def test_a_disconnect_that_was_interrupted_can_be_repeated(name: str) -> None:
     code = f"from tests.addressed.test_disconnecting import {name} as run; print(run())"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvplan.addressed.engine import AddressedEngine, Request, Requests
-from kvplan.addressed.names import where_named
+from kvplan.addressed.names import own_endpoint, where_named
 from kvplan.engine.options import Options
 from kvplan.engine.ranges import AddressRanges
 from kvplan.execution import Transfers, TransferTask
@@ -90,6 +90,15 @@ def engine() -> Iterator[AddressedEngine]:
     engine = AddressedEngine(5, Options.of({}), where_named, Log("kvplan.hixl"))
     yield engine
     engine.datadist.finalize()
+
+
+@pytest.mark.parametrize("port", ["", ":0", ":-1"])
+def test_an_engine_that_does_not_listen_has_the_name_of_a_host(port: str) -> None:
+    for host in ("10.0.0.7", "localhost", "[::1]"):
+        assert own_endpoint(host + port) is None
+    for other in ("[no address]", "[10.0.0.7]", "h/st", "\0", "10.0.0.7:1:2"):
+        with refused("LLM_PARAM_INVALID"):
+            own_endpoint(other + port)
 
 
 @pytest.mark.parametrize("status", ["LLM_ALREADY_LINK", "LLM_LINK_FAILED"])

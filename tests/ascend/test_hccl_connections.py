@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -147,6 +148,40 @@ def test_the_old_connection_is_closed_when_neither_end_uses_it(
     for end in (one, two, one, two):
         assert end.transport._background.wait(DEADLINE_S)
     assert sim_log.counts("HcclCommDestroy") == {"HcclCommDestroy": 2}
+
+
+def test_a_transport_that_is_closed_during_a_connect_makes_no_connection(
+    one: Side, two: Side, monkeypatch: pytest.MonkeyPatch, sim_log: Log
+) -> None:
+    way_to = one.transport._way_to
+
+    def closed_meanwhile(peer: Metadata) -> object:
+        one.transport.close()
+        return way_to(peer)
+
+    monkeypatch.setattr(one.transport, "_way_to", closed_meanwhile)
+    sim_log.restart()
+    with refused(LLMStatusCode.LLM_FAILED, "the transport is closed"):
+        one.transport.connect(two.transport.metadata(), timeout_ms=1000)
+    assert sim_log.counts("HcclCommInit") == {"HcclCommInit": 0}
+
+
+def test_a_pool_that_is_found_while_the_transport_is_closed_is_released(
+    make_side: MakeSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = make_side(0, registers=False)
+    registrations = side.transport._registrations
+    cover = registrations._cover
+
+    def closed_meanwhile(*given: Any) -> Any:
+        covered = cover(*given)
+        side.transport.close()
+        return covered
+
+    monkeypatch.setattr(registrations, "_cover", closed_meanwhile)
+    buffer = side.buffer
+    side.transport.preregister_pool(DeviceRange(buffer.address, buffer.nbytes, buffer))
+    assert side.transport._hccl.regions.all() == []
 
 
 def test_a_closed_worker_keeps_no_job() -> None:

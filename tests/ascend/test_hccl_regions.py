@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan.transport.hccl.regions import HeldRegion, Regions
+from tests.support.refusals import refused
 
 
 class Hccl:
@@ -135,6 +136,18 @@ def test_tensors_of_an_ended_region_are_in_no_region() -> None:
     assert [regions.newest_of(*tensor, on_device=True) for tensor in tensors] == [None, 2]
     regions.cover(10, 5, on_device=True)
     assert [regions.newest_of(*tensor, on_device=True) for tensor in tensors] == [3, 2]
+
+
+def test_memory_beside_a_region_that_is_kept_can_be_registered() -> None:
+    """HIXL keeps a region while a connection binds it, and refuses only what overlaps it."""
+    regions = Regions(Hccl().make, forget=lambda _: None)
+    kept = regions.cover(10, 5, on_device=True)
+    regions.release(kept, lambda _: None)
+    for address in (5, 15):
+        assert regions.cover(address, 5, on_device=True)
+    for address in (9, 14):
+        with refused("LLM_FEATURE_NOT_ENABLED", "unlink the peers first"):
+            regions.cover(address, 2, on_device=True)
 
 
 def test_an_allocation_is_one_region_whatever_part_is_registered_first() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -56,6 +58,56 @@ def test_arguments_of_the_wrong_type_are_refused(
 ) -> None:
     with pytest.raises(TypeError, match=f"^{name}"):
         WRONG[name](engine, address)
+
+
+def test_numbers_of_numpy_are_numbers(engine: TransferEngine) -> None:
+    """Programs compute addresses from the columns of block tables."""
+    memory = np.zeros(SIZE, np.uint8)
+    at: Any = np.uint64(memory.ctypes.data)
+    assert engine.register_memory(at, np.int64(SIZE)) == 0  # type: ignore[arg-type]
+    assert engine.write_bytes_to_buffer(at, b"abcd", np.int32(4)) == 0  # type: ignore[arg-type]
+    assert engine.read_bytes_from_buffer(at, np.uint8(4)) == b"abcd"  # type: ignore[arg-type]
+    batch: Any = np.int64(engine.batch_transfer_async_read(engine._own, [at], [at + 64], [8]))
+    while engine.transfer_check_status(batch) == 0:
+        pass
+    assert engine.unregister_memory(at) == 0
+    managed: Any = np.uint64(engine.allocate_managed_buffer(np.int32(SIZE)))  # type: ignore[arg-type]
+    assert engine.free_managed_buffer(managed, np.int32(SIZE)) == 0  # type: ignore[arg-type]
+    assert engine.datadist.caches() == []
+
+
+@pytest.mark.parametrize("seconds", [5, 7, 300])
+def test_a_batch_has_the_seconds_of_the_variable_from_its_call_on(
+    engine: TransferEngine, address: int, monkeypatch: pytest.MonkeyPatch, seconds: int
+) -> None:
+    monkeypatch.setenv("MC_TRANSFER_TIMEOUT", str(seconds))
+    began = time.monotonic()
+    batch = engine.batch_transfer_async_read(engine._own, [address], [address + 64], [8])
+    took_s = time.monotonic() - began
+    assert engine._engine is not None
+    request = engine._engine.requests.get(batch)
+    assert seconds <= request.data - began <= seconds + took_s + 1e-6
+    task = request.task = Mock(wraps=request.task)
+    assert engine.get_batch_transfer_status([batch]) == 0
+    (waits_ms,) = task.wait_done.call_args.args
+    assert request.data - time.monotonic() <= waits_ms / 1000 <= seconds + took_s
+
+
+def test_the_time_of_connecting_is_a_part_of_the_timeout(
+    engine: TransferEngine, address: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, cluster = Mock(), engine._cluster
+
+    def slow(name: str) -> int:
+        until = time.monotonic() + 0.05
+        while time.monotonic() < until:
+            pass
+        return cluster(name)
+
+    monkeypatch.setattr(engine, "_cluster", slow)
+    monkeypatch.setattr(engine.datadist, "run", ran)
+    assert engine.transfer_sync_read(engine._own, address, address + 64, 8) == 0
+    assert ran.call_args.kwargs["timeout_ms"] < 30_000 - 49
 
 
 @pytest.mark.parametrize("wrong", [5, 0, False, []], ids=repr)

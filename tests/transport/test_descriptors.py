@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 
 from kvplan.device.sharing import AllocationRef, Exported
+from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.descriptors import MAX_BATCH, DescriptorServer, ask, refusal, token_of
+from kvplan.transport.local.link import LocalLink
+from kvplan.transport.local.metadata import Metadata
 from tests.support import lone_user
 from tests.support.few_descriptors import spare_descriptors
 from tests.support.held import Held
@@ -100,6 +103,17 @@ def test_unknown_links_and_exports_get_no_descriptor(
     server.dismiss(TOKEN)
     with pytest.raises(PermissionError):
         asked(server)
+
+
+def test_a_closed_link_gets_no_descriptor(server: DescriptorServer, exported: Exported) -> None:
+    session = b"of a handshake"
+    with LocalTransport() as owner:
+        metadata = Metadata.from_bytes(owner.metadata())
+        with LocalLink(metadata, populate="off", session=session, server=server):
+            os.close(asked(server, token_of(session)))
+        with pytest.raises(PermissionError):
+            asked(server, token_of(session))
+    check_works(server)
 
 
 def test_a_collected_export_is_refused(server: DescriptorServer) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from kvplan import LLMException, LLMStatusCode
+from kvplan.device.sharing import AllocationRef, Exported
 from kvplan.transport.local import LocalTransport
+from kvplan.transport.local.registrations import LocalRegistrations
+from kvplan.transport.protocol import DeviceRange
 from tests.support.held import Held
 from tests.support.refusals import refused
 from tests.transport.owner import Owner
@@ -115,6 +120,17 @@ def test_max_registrations_is_checked() -> None:
             LocalTransport(max_registrations=number)
     with pytest.raises(TypeError, match="max_registrations='a' must be int"):
         LocalTransport(max_registrations="a")  # type: ignore[arg-type]
+
+
+def test_a_pool_that_is_exported_while_the_transport_is_closed_is_refused() -> None:
+    def export(*_: object, **__: object) -> object:
+        registrations.close()
+        return Exported(AllocationRef("0" * 32, 4096, 8, 7, -1, "", is_pool=True), device, None)
+
+    device: Any = SimpleNamespace(sharing=SimpleNamespace(export=export))
+    registrations = LocalRegistrations(4, device)
+    with refused(LLMStatusCode.LLM_FAILED, "the transport is closed"):
+        registrations.preregister_pool(DeviceRange(1 << 40, 4096), None)
 
 
 def test_memory_beyond_the_last_slot_is_refused() -> None:

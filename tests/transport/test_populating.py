@@ -211,6 +211,20 @@ def test_cancel_waits_for_a_running_job(
     releasing.join()
 
 
+def test_new_work_wakes_a_thread_that_waits_for_its_next_pass(pages: BackgroundPages) -> None:
+    arena = Arena(2 * CHUNK)  # all holes
+    twin = twin_of(arena)
+    pages.add(twin, owner=None)
+    pages.submit(lambda: setattr(pages._tasks[0], "due", later), owner=None)
+    later, is_waiting = time.monotonic() + DEADLINE_S, False
+    while not is_waiting:
+        with pages._changed:  # which the thread gives up only while it waits
+            is_waiting = pages._turn_of is None and [each.due for each in pages._tasks] == [later]
+    done = threading.Event()
+    pages.submit(done.set, owner=None)
+    assert done.wait(DEADLINE_S / 2)
+
+
 def test_a_signal_handler_may_come_at_any_line(pages: BackgroundPages) -> None:
     begun, go_on = threading.Event(), threading.Event()
     done: list[object] = []
