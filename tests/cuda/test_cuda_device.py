@@ -14,7 +14,16 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from kvnative._backend import KVN_NO_DEVICE_MEMORY, KVN_OK
+from kvnative._backend import (
+    KVN_DENIED,
+    KVN_DEVICE_MEMORY,
+    KVN_FAILED,
+    KVN_INVALID,
+    KVN_NO_DEVICE_MEMORY,
+    KVN_OK,
+    KVN_TIMEOUT,
+    KVN_UNSUPPORTED,
+)
 from kvnative._cuda import CudaError, CudaLibrary
 from kvnative._cuda_share import export, import_handle, import_here, import_pieces
 from kvnative._device import Device, DeviceBuffer
@@ -263,6 +272,28 @@ def test_errors_of_memory_calls_are_reported(device: Device, cuda_simulator: Cud
     with pytest.raises(CudaError, match=r"address 0x\w+ is not memory of a device"):
         device.write(buffer.address, bytes(GRANULE + 1))
     device.write(buffer.address, bytes(10))
+
+
+@pytest.mark.parametrize(
+    ("status", "codes"),
+    [
+        (KVN_INVALID, [1, 3, 4, 101, 201, 400, 709, 712, 713]),
+        (KVN_NO_DEVICE_MEMORY, [2, 701]),
+        (KVN_UNSUPPORTED, [34, 100, 209, 217, 218, 221, 222, 223, 801, 802, 803, 804]),
+        (KVN_DENIED, [46, 800]),
+        (KVN_DEVICE_MEMORY, [214]),
+        (KVN_TIMEOUT, [702]),
+        (KVN_FAILED, [700, 719, 999]),
+    ],
+)
+def test_each_code_of_the_driver_has_its_status(
+    device: Device, cuda_simulator: CudaControls, status: int, codes: list[int]
+) -> None:
+    for code in codes:
+        cuda_simulator.add_fault(f"cuMemAddressReserve:1={code}")
+        with pytest.raises(CudaError, match=f"^cuMemAddressReserve: {code} ") as caught:
+            device.allocate(100)
+        assert caught.value.status == status, code
 
 
 def test_the_location_of_memory_is_known(device: Device) -> None:
