@@ -310,6 +310,14 @@ def test_the_location_of_memory_is_known(device: Device) -> None:
     assert device.locate(pages.ctypes.data)[0] == "pageable"
 
 
+def test_memory_of_another_gpu_in_its_context_is_not_foreign(device: Device, program: Cuda) -> None:
+    program.primary(5)
+    address = program.made("cuMemAlloc_v2", PAGE)
+    assert device.locate(address) == ("device", 5)
+    program.ok("cuMemFree_v2", address)
+    program.ok("cuDevicePrimaryCtxRelease_v2", 5)
+
+
 def test_the_program_may_unpin_first(device: Device, program: Cuda) -> None:
     pages = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
     pinned = pin(device, pages.ctypes.data, PAGE)
