@@ -229,6 +229,7 @@ class End:
         staging: str | None = None,
         local: Any = "device",
         tickets: int | None = None,
+        leases: Sequence[str] = (),
     ) -> None:
         """Start a transfer. With `tickets`, memory full of zeros, a put is announced."""
         backend = self.communicators[name].backend(
@@ -236,6 +237,7 @@ class End:
             Guards(*np.array(guards, np.uint64).T.copy()) if guards else None,
             self.stagings[staging] if staging else None,
             local,
+            leases,
             tickets=None if tickets is None else Tickets(tickets, self.memories[tickets]),
             tag=1,
         )

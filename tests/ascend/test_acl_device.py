@@ -8,6 +8,7 @@ import mmap
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,7 +16,20 @@ import numpy as np
 import pytest
 
 from kvnative._acl import AclError, AclLibrary
-from kvnative._backend import KVN_INVALID, KVN_NO_DEVICE_MEMORY, NativeError
+from kvnative._backend import (
+    KVN_DENIED,
+    KVN_DEVICE_MEMORY,
+    KVN_FAILED,
+    KVN_INVALID,
+    KVN_NO_DEVICE_MEMORY,
+    KVN_NO_MEMORY,
+    KVN_PEER_GONE,
+    KVN_SUSPECT_REMOTE,
+    KVN_TIMEOUT,
+    KVN_UNSUPPORTED,
+    Backend,
+    NativeError,
+)
 from kvnative._device import Device, DeviceBuffer, DeviceError
 from kvnative._hccl import Communicator
 from kvnative._hccl_memory import HcclLibrary, Region
@@ -23,6 +37,7 @@ from kvnative._pinned import Pinned, allocate_host, pin, pinned_by
 from tests.ascend.acl_cases import VARIANT
 from tests.ascend.hccl_ends import rank_table
 from tests.ascend.simulator import Controls, Log, found
+from tests.support.held import Held
 
 OLD = VARIANT == "8.1"
 PAGE = mmap.PAGESIZE
@@ -191,6 +206,34 @@ def test_errors_of_memory_calls_are_reported(device: Device) -> None:
         device.read(buffer.address, bytes(10))
     with pytest.raises(TypeError, match=r"comes from Device\.allocate"):
         DeviceBuffer()
+
+
+@pytest.mark.parametrize(
+    ("status", "codes"),
+    [
+        (
+            KVN_INVALID,
+            [100000, 100001, *range(107000, 107004), 107008, 107016, 107017, 507910, 507911],
+        ),
+        (KVN_TIMEOUT, [107019, 107020, 207020, 507046, 507047]),
+        (KVN_NO_MEMORY, [200000]),
+        (KVN_NO_DEVICE_MEMORY, [207001, 207005, 207007, 207008, 207012, 207018]),
+        (KVN_UNSUPPORTED, [200001, 207000, 207004]),
+        (KVN_DENIED, [207006]),
+        (KVN_DEVICE_MEMORY, [507053, 507054, 507055]),
+        (KVN_SUSPECT_REMOTE, [507057]),
+        (KVN_PEER_GONE, [507901]),
+        (KVN_FAILED, [107022, 107023, 500000, 507010, 507056, 507899, 507904, 123456]),
+    ],
+)
+def test_each_code_of_the_runtime_has_its_status(
+    device: Device, simulator: Controls, status: int, codes: list[int]
+) -> None:
+    for code in codes:
+        simulator.add_fault(f"aclrtMallocAlign32:1={code}")
+        with pytest.raises(AclError, match=f"^aclrtMallocAlign32: {code}") as caught:
+            device.allocate(100)
+        assert caught.value.status == status, code
 
 
 def test_a_buffer_outlives_the_closing_of_its_device(device: Device, simulator: Controls) -> None:
@@ -375,6 +418,7 @@ def test_backends_share_channels_and_end_with_the_last(device: Device, simulator
 
 
 def test_a_backend_without_streams_is_refused(device: Device, simulator: Controls) -> None:
+    before = Held.now()
     simulator.add_fault("aclrtCreateStream:2=207008")
     with pytest.raises(
         AclError, match=r"^no stream on device 3: aclrtCreateStream: 207008"
@@ -382,4 +426,21 @@ def test_a_backend_without_streams_is_refused(device: Device, simulator: Control
         device.backend("device_to_host")
     assert caught.value.status == KVN_NO_DEVICE_MEMORY
     assert "streams" not in simulator.left()
+    before.check_nothing_new()
     assert device.backend("device_to_host").name == "acl"
+
+
+def test_threads_that_make_backends_at_once_share_channels(
+    device: Device, simulator: Controls
+) -> None:
+    start = threading.Barrier(4)
+
+    def make(_: int) -> Backend:
+        start.wait()
+        return device.backend("host_to_device")
+
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(10):
+            backends = [*threads.map(make, range(4))]
+            assert simulator.left()["streams"] == 2
+            backends.clear()

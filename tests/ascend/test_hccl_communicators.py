@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ from kvnative._backend import (
 )
 from kvnative._hccl import HixlPeer
 from kvnative._hccl_memory import ENDPOINT_NBYTES
-from tests.ascend.hccl_ends import A2, A950, Ends, ends_on
+from tests.ascend.hccl_ends import A2, A950, Ends, ends_on, two_ends
 from tests.support.peer import RemoteError
 
 NBYTES = 1 << 16
@@ -351,6 +352,18 @@ def test_a_closed_communicator_refuses_calls(ends: Ends) -> None:
         f"communicator {connection.name} is closed: nothing can be transferred"
     )
     connection.close()
+
+
+def test_a_communicator_that_failed_to_close_is_closed(tmp_path: Path) -> None:
+    with two_ends(tmp_path, A2) as ends:
+        connection = ends.connect(NBYTES)
+        ends[0].fault("HcclCommDestroy:1=4")
+        assert remote_error(ends, "close_only", connection.name).code == 4
+        assert ends[0].ask(connection.name, "state") == "closed"
+        report = connection.transfer("put", connection.rows([64]))
+        assert report.status == KVN_FAILED
+        assert "is closed: nothing can be transferred" in report.message
+        connection.close()
 
 
 def test_closing_waits_only_for_the_running_transfer(ends: Ends) -> None:

@@ -11,6 +11,7 @@ from kvnative._backend import (
     KVN_DEVICE_MEMORY,
     KVN_FAILED,
     KVN_INVALID,
+    KVN_NO_DEVICE_MEMORY,
     KVN_OK,
     KVN_PEER_GONE,
     KVN_SUSPECT_REMOTE,
@@ -70,6 +71,27 @@ def test_a_failed_batch_of_one_names_the_descriptor(connection: Connection) -> N
     report = connection.transfer("put", connection.rows([64]))
     assert report.failed == 0
     assert report.message.startswith("descriptor 0: HcclBatchPut: 4 (INTERNAL): ")
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (1, KVN_INVALID),
+        (5, KVN_UNSUPPORTED),
+        (9, KVN_TIMEOUT),
+        (24, KVN_NO_DEVICE_MEMORY),
+        (103900, KVN_INVALID),
+        (103901, KVN_TIMEOUT),
+        (103905, KVN_UNSUPPORTED),
+        (503900, KVN_FAILED),
+    ],
+)
+def test_a_code_of_hccl_or_hixl_has_its_status(
+    connection: Connection, code: int, status: int
+) -> None:
+    connection.ends[0].fault(f"HcclBatchPut:1={code}")
+    report = connection.transfer("put", connection.rows([64]))
+    assert (report.status, report.code) == (status, code)
 
 
 @pytest.mark.parametrize(

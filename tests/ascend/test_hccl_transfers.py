@@ -117,6 +117,18 @@ def test_more_guards_than_a_batch_are_read(connection: Connection) -> None:
     )
 
 
+@pytest.mark.parametrize("ended", range(3))
+def test_the_ended_one_of_several_leases_is_named(connection: Connection, ended: int) -> None:
+    """The first guard belongs to a registration, and the others to leases."""
+    ends, (_, remote) = connection.ends, connection.addresses
+    ends[1].write(remote, 65536, bytes(32))
+    guards = [(remote + 65536 + 8 * i, i == ended + 1) for i in range(4)]
+    leases = ["lease 1", "lease 2", "lease 3"]
+    report = connection.transfer("get", connection.rows([64]), guards=guards, leases=leases)
+    assert report.status == KVN_UNMAPPED
+    assert report.message == (f"{leases[ended]} was released or moved by the peer, or has expired")
+
+
 def test_an_empty_transfer_succeeds(connection: Connection) -> None:
     assert connection.transfer("put", []).status == KVN_OK
     assert not connection.ends.log.calls("HcclBatchPut")

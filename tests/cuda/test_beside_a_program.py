@@ -163,6 +163,24 @@ def test_memory_that_is_freed_during_a_capture_is_released_with_the_device(
     assert cuda_simulator.left() == {}
 
 
+def test_a_device_that_is_closed_during_a_capture_keeps_it_valid(
+    cuda_simulator: CudaControls,
+) -> None:
+    """The stand-in would report a violation, which fails the test."""
+    device = CudaLibrary.load().device(5)
+    case = between(device, cuda_simulator, "host_to_device", [100] * 20)
+    run(Executor(device.backend("host_to_device")), case)
+    del case
+    gc.collect()
+    cuda_simulator.set("cuda_capture", 1)
+    try:
+        del device
+        gc.collect()
+    finally:
+        cuda_simulator.set("cuda_capture", 0)
+    assert cuda_simulator.left() == {}
+
+
 # ---- memory of other kinds ----
 
 

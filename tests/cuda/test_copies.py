@@ -198,6 +198,17 @@ def test_a_gpu_that_registers_no_host_memory_gets_no_kernel(
     assert "confidential computing" in device.fallback_reason
 
 
+def test_a_driver_without_the_attribute_of_such_a_gpu_gets_the_kernel(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log
+) -> None:
+    case = between(device, cuda_simulator, "host_to_device", [100] * 20)
+    cuda_simulator.add_fault("cuDeviceGetAttribute:1=1")
+    run(Executor(device.backend("host_to_device")), case)
+    assert cuda_simulator.faults_left() == 0
+    assert sim_log.counts(LAUNCH)[LAUNCH] == 1
+    assert device.fallback_reason == ""
+
+
 @pytest.mark.skipif(not HAS_BATCH, reason="that driver has no batch copies")
 def test_a_driver_that_refuses_batches_copies_one_by_one(
     device: Device, cuda_simulator: CudaControls, sim_log: Log

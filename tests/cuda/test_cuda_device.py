@@ -14,7 +14,16 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from kvnative._backend import KVN_NO_DEVICE_MEMORY, KVN_OK
+from kvnative._backend import (
+    KVN_DENIED,
+    KVN_DEVICE_MEMORY,
+    KVN_FAILED,
+    KVN_INVALID,
+    KVN_NO_DEVICE_MEMORY,
+    KVN_OK,
+    KVN_TIMEOUT,
+    KVN_UNSUPPORTED,
+)
 from kvnative._cuda import CudaError, CudaLibrary
 from kvnative._cuda_share import export, import_handle, import_here, import_pieces
 from kvnative._device import Device, DeviceBuffer
@@ -265,6 +274,28 @@ def test_errors_of_memory_calls_are_reported(device: Device, cuda_simulator: Cud
     device.write(buffer.address, bytes(10))
 
 
+@pytest.mark.parametrize(
+    ("status", "codes"),
+    [
+        (KVN_INVALID, [1, 3, 4, 101, 201, 400, 709, 712, 713]),
+        (KVN_NO_DEVICE_MEMORY, [2, 701]),
+        (KVN_UNSUPPORTED, [34, 100, 209, 217, 218, 221, 222, 223, 801, 802, 803, 804]),
+        (KVN_DENIED, [46, 800]),
+        (KVN_DEVICE_MEMORY, [214]),
+        (KVN_TIMEOUT, [702]),
+        (KVN_FAILED, [700, 719, 999]),
+    ],
+)
+def test_each_code_of_the_driver_has_its_status(
+    device: Device, cuda_simulator: CudaControls, status: int, codes: list[int]
+) -> None:
+    for code in codes:
+        cuda_simulator.add_fault(f"cuMemAddressReserve:1={code}")
+        with pytest.raises(CudaError, match=f"^cuMemAddressReserve: {code} ") as caught:
+            device.allocate(100)
+        assert caught.value.status == status, code
+
+
 def test_the_location_of_memory_is_known(device: Device) -> None:
     other = device.library.device(5)
     mine, theirs, host = device.allocate(100), other.allocate(100), allocate_host(device, 100)
@@ -277,6 +308,14 @@ def test_the_location_of_memory_is_known(device: Device) -> None:
     assert device.locate(pages.ctypes.data)[0] == "host"
     pinned.close()
     assert device.locate(pages.ctypes.data)[0] == "pageable"
+
+
+def test_memory_of_another_gpu_in_its_context_is_not_foreign(device: Device, program: Cuda) -> None:
+    program.primary(5)
+    address = program.made("cuMemAlloc_v2", PAGE)
+    assert device.locate(address) == ("device", 5)
+    program.ok("cuMemFree_v2", address)
+    program.ok("cuDevicePrimaryCtxRelease_v2", 5)
 
 
 def test_the_program_may_unpin_first(device: Device, program: Cuda) -> None:

@@ -17,6 +17,7 @@ DEADLINE_S = 60
 
 BEGIN = """
 import gc
+import time
 from kvnative._cuda import CudaLibrary
 from kvnative._backend import KVN_CANCELLED
 from kvnative._executor import Executor
@@ -71,6 +72,19 @@ compute.release()
 wait_until(lambda: "handles" not in simulator.left())
 """
 
+IN_A_ROW = """
+buffers = [device.allocate(GRANULE) for _ in range(20)]
+compute.hold()
+compute.event()
+began = time.monotonic()
+buffers.pop()
+first_s = time.monotonic() - began
+buffers.clear()
+assert time.monotonic() - began < 5 * first_s, "each of them waited"
+compute.release()
+wait_until(lambda: device.memory()[0] == before)
+"""
+
 PLAIN = """
 buffer = device.allocate(GRANULE)
 compute.hold()
@@ -91,6 +105,7 @@ assert simulator.violations() == 0, simulator.last_violation()
     [
         pytest.param(BEHIND_AN_EVENT, {}, id="behind an event"),
         pytest.param(CLOSED, {}, id="the device is closed"),
+        pytest.param(IN_A_ROW, {}, id="several in a row"),
         pytest.param(PLAIN, {"KVSIM_CUDA_VIRTUAL": "0"}, id="without virtual memory"),
     ],
 )

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from textwrap import dedent
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from kvnative._backend import KVN_OK, KVN_PEER_GONE
 from kvnative._executor import Executor
 from kvnative._report import Report
 from kvnative._tcp import TcpNativeLink, TcpService, check_encryption
+from tests.support.rights import denying
 from tests.tcp.peer import (
     DIRECTIONS,
     SECRET,
@@ -341,6 +343,25 @@ except CallError as error:
     assert found.returncode == 1
     assert "LLM_FEATURE_NOT_ENABLED" in found.stderr.splitlines()[-1], found.stderr
     assert "encrypt=True: encryption needs OpenSSL's libcrypto.so.3" in found.stderr
+
+
+def test_encryption_that_the_sandbox_does_not_allow_is_refused() -> None:
+    """Docker denies the call by default on older kernels."""
+    program = """
+from kvnative._backend import KVN_UNSUPPORTED, CallError
+from kvnative._tcp import check_encryption
+try:
+    check_encryption()
+except CallError as error:
+    print(error.status == KVN_UNSUPPORTED, error)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", dedent(denying("process_vm_readv")) + program],
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    assert found.stdout == (
+        "True encryption needs process_vm_readv and process_vm_writev: Operation not permitted\n"
+    )
 
 
 REFUSED = """

@@ -18,7 +18,7 @@ from kvnative._executor import Executor
 from kvnative._tcp import TcpService
 from tests.support.held import Held, allocated
 from tests.support.peer import ROOT
-from tests.tcp.frames import attack
+from tests.tcp.frames import answer, attack
 from tests.tcp.peer import DIRECTIONS, PAGE, TIMEOUT_MS, backend_of, descriptors, link_within
 
 MIB = 1 << 20
@@ -211,6 +211,22 @@ class TestSharing:
         owner.close()
         asker.close()
         assert shares[0] >= 0.8 * shares[-1], shares
+
+    def test_transfers_of_a_link_take_turns(self) -> None:
+        asker = TcpService(1, max_ranges=1)
+        attacked = attack(asker)
+        local, there = np.zeros(MIB, dtype=np.uint8), 1 << 30
+        with Executor(backend_of(attacked.link, "get", there, MIB)) as executor:
+            for spans in [(0, 0, MIB)] * 100, [(0, 0, 1000)]:
+                executor.submit(descriptors("get", local.ctypes.data, there, spans), keep=local)
+            sizes = []
+            while 1000 not in sizes:
+                number, nbytes, _ = attacked.answers.read_request()
+                attacked.answers.send(answer(number) + bytes(nbytes) + answer(number))
+                sizes.append(nbytes)
+            attacked.close()
+        asker.close()
+        assert len(sizes) < 20  # 8 are in flight at once
 
     def test_a_client_that_reads_nothing_delays_no_other(self) -> None:
         """A peer has requested much and reads nothing; another peer is served, and may end."""

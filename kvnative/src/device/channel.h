@@ -18,7 +18,7 @@ typedef struct kvn_channel kvn_channel;
 /* The failure of a job on a channel. */
 typedef struct kvn_channel_fault {
     kvn_failure why;    /* code and message; the call returns the status */
-    uint64_t failed;    /* index in the shard of the descriptor at fault; KVN_NO_DESCRIPTOR: unknown */
+    uint64_t failed;    /* index in the shard of the descriptor at fault, not confirmed; KVN_NO_DESCRIPTOR: unknown */
     uint64_t confirmed; /* leading descriptors of the shard that have certainly arrived */
 } kvn_channel_fault;
 

@@ -71,11 +71,8 @@ void kvn_stream_shard_settle(kvn_stream_shard *it, int status, kvn_channel_fault
     kvn_columns confirmed = it->columns;
     uint64_t nbytes;
 
-    if (status != KVN_OK) {
-        if (fault->confirmed > fault->failed)
-            fault->confirmed = fault->failed;
+    if (status != KVN_OK)
         confirmed.count = fault->confirmed;
-    }
     kvn_columns_total(&confirmed, &nbytes);
     atomic_fetch_add_explicit(&request->moved, nbytes, memory_order_relaxed);
 
