@@ -169,7 +169,7 @@ async def proxy_over(
     *,
     push: bool = False,
 ) -> AsyncIterator[Client]:
-    """Yield a client of a proxy over servers: handlers, URLs, or None for a server that is down."""
+    """Yield a client of a proxy over servers; None is one that is down."""
     async with AsyncExitStack() as held:
         session = await held.enter_async_context(aiohttp.ClientSession())
         urls = []
@@ -245,11 +245,12 @@ def test_a_host_that_does_not_answer_is_not_waited_for(
             socket.create_connection(silent.getsockname()),  # the queue of `silent` is full
         ):
             monkeypatch.setattr("kvplan.vllm.proxy._CONNECT_S", 0.2)
-            sides: dict[str, list[Handler | str | None]]
-            sides = {"prefill": [servers.prefill], "decode": [servers.decode]}
+            sides: Any = {"prefill": [servers.prefill], "decode": [servers.decode]}
             sides[side].insert(0, f"http://127.0.0.1:{silent.getsockname()[1]}")
             async with proxy_over(**sides) as client, asyncio.timeout(DEADLINE_S / 2):
                 assert await client.post() == WHOLE
+                async with client.session.get(f"{client.url}/health") as response:
+                    assert [*(await response.json()).values()].count(False) == 1
         assert servers.names() == ["prefill", "decode"]
 
     asyncio.run(run())
