@@ -40,7 +40,7 @@ logger = logging.getLogger("proxy")
 _PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 _MAX_BODY_NBYTES: Final = 256 << 20  # images are part of the body
 _FAILED_S: Final = 5.0  # time for which a failed server is asked last
-_CONNECT_S: Final = 5.0  # timeout for connecting with a server
+_CONNECT_S: Final = 5.0  # timeout for connecting with a server, and for its health
 _IDLE_S: Final = 2.0  # lifetime of an idle connection; vLLM's servers close it after 5 s
 _REQUEST_ID: Final = "X-Request-Id"
 _PRODUCER_FIELDS: Final = ("protocol", "instance", "sources")  # of a reference to a KV cache
@@ -295,7 +295,7 @@ class Proxy:
 
     async def _answers(self, url: str) -> bool:
         try:
-            timeout = aiohttp.ClientTimeout(total=5)
+            timeout = aiohttp.ClientTimeout(total=_CONNECT_S)
             async with self._http.get(f"{url}/health", timeout=timeout) as answer:
                 return bool(answer.ok)
         except (aiohttp.ClientError, TimeoutError):

@@ -99,6 +99,20 @@ def test_init_and_finalize_again_and_again(uninitialized: LLMDataDist) -> None:
         assert LLMDataDist.llm_engine_instance is None
 
 
+def test_options_of_a_finalized_engine_are_not_those_of_the_next(
+    uninitialized: LLMDataDist,
+) -> None:
+    """A communicator is not available with llm.TransferBackend, and is unknown without."""
+    for given, status in (
+        (MANAGED | HIXL | {LISTEN: "127.0.0.1:0"}, LLMStatusCode.LLM_FEATURE_NOT_ENABLED),
+        (MANAGED, LLMStatusCode.LLM_NOT_YET_LINK),
+    ):
+        uninitialized.init(dict(given))
+        with refused(status):
+            uninitialized.query_register_mem_status(1)
+        uninitialized.finalize()
+
+
 def test_a_manager_of_a_finalized_engine_refuses_calls(uninitialized: LLMDataDist) -> None:
     uninitialized.init(options())
     old = uninitialized.cache_manager

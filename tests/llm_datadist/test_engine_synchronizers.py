@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvnative._backend import Backend
-from kvplan import LlmDataDist, Transfers
+from kvplan import LlmDataDist, Transfer, Transfers
+from kvplan.engine.transfers import AnyLayerTask
 from kvplan.llm_datadist import Cache, LLMDataDist, LLMStatusCode
 from kvplan.llm_datadist.v2 import llm_datadist as module
 from kvplan.llm_datadist.v2.cache_manager import CacheManager
@@ -341,6 +342,21 @@ def test_layers_are_awaited_while_others_are_copied_and_the_last_has_a_deadline(
     assert datadist.unlink_clusters([one.peer.info]) == (SUCCESS, [SUCCESS])
 
 
+def test_a_destination_with_all_layers_outlives_the_failure_of_a_later_layer(
+    make_wrapped: Callable[..., LLMDataDist], make_destinations: Callable[[int], Destinations]
+) -> None:
+    """Its bytes are still moving then."""
+    datadist = make_wrapped(lambda value: delay(value, 300), **{"llm.SyncKvCacheWaitTime": "30000"})
+    slots = slots_of(datadist.cache_manager)
+    one = make_destinations(1)
+    link(datadist, one.peer)
+    model = Computing(slots, {2: lambda: False})
+    configs = [one.slot(range(2)), one.slot(range(1, 3))]
+    task = datadist.cache_manager.transfer_cache_async(slots, model, configs)
+    assert task.get_results() == [SUCCESS, PARAM_INVALID]
+    assert arrived(one)[:4] == [True] * 4
+
+
 def test_the_last_layer_may_use_all_of_its_time(
     make_wrapped: Callable[..., LLMDataDist], make_destinations: Callable[[int], Destinations]
 ) -> None:
@@ -388,7 +404,17 @@ def test_a_call_that_fails_early_does_not_hold_the_link(
     broken._cache_key = None
     with pytest.raises((AttributeError, TypeError)):
         start(slots, Computing(slots), [one.slot(), broken])
-    # Neither failed call holds the link.
+    layered = iter([datadist._running().layered])  # the second push is interrupted
+
+    def interrupted(transfer: Transfer) -> AnyLayerTask:
+        if (begin := next(layered, None)) is None:
+            raise KeyboardInterrupt
+        return begin(transfer)
+
+    monkeypatch.setattr(datadist._running(), "layered", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start(slots, Computing(slots), [one.slot(), one.slot()])
+    # No failed call holds the link.
     assert datadist.unlink_clusters([one.peer.info]) == (SUCCESS, [SUCCESS])
 
 

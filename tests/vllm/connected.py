@@ -138,13 +138,15 @@ class Engine:
         if (address := self.worker.get_handshake_metadata()) is not None:
             self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): address})
 
-    def step(self) -> None:
-        """Let vLLM make a step that computes nothing."""
+    def step(self) -> Any:
+        """Let vLLM make a step that computes nothing, and return the step."""
         planned: Any = Of(
             kv_connector_block_state=None, preempted_req_ids=None, num_scheduled_tokens={}
         )
-        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(planned))
+        metadata: Any = self.scheduler.build_connector_meta(planned)
+        self.worker.bind_connector_metadata(metadata)
         self.worker.start_load_kv(Of(attn_metadata=None))
+        return metadata.step
 
     def finish(self, name: str, blocks: list[int]) -> dict[str, Any]:
         """Let a request finish, and return its parameters."""
@@ -166,9 +168,10 @@ class Engine:
         return answer, self.results("finished_recving")
 
     def results(self, wanted: str) -> Any:
-        """Repeat idle steps until one has wanted results."""
+        """Repeat idle steps until one has wanted results, which the scheduler gets, too."""
         while not getattr(results := self.worker.get_transfer_results(set()), wanted):
             self.step()
+        self.scheduler.update_connector_output(results)
         return results
 
 

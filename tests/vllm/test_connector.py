@@ -121,7 +121,7 @@ for sleeps, groups, *parallel in (
 def test_connectors_move_a_request_and_report_it() -> None:
     """Two requests fail before vLLM asks for their blocks; it gets those of both, once."""
     code = """
-from tests.vllm.connected import Engine
+from tests.vllm.connected import Engine, request
 one, other = Engine(produces=True), Engine(produces=False)
 for at, block in enumerate((6, 1, 3)):
     for layer, array in enumerate(one.arrays):
@@ -131,6 +131,8 @@ answer, results = other.fetch("d1", params, [2, 4, 0])
 print(answer, results.finished_recving, one.results("finished_sending").finished_sending)
 print([array[[2, 4, 0], 0, 0, 0].tolist() for array in other.arrays])
 print(other.worker.get_block_ids_with_load_errors())
+other.scheduler.request_finished(request("d1", {}), [])
+print(other.step().cancelled)
 for name, blocks in (("d2", [2, 4, 0]), ("d3", [5, 7, 1])):
     print(other.fetch(name, params, blocks)[1].finished_recving)
 print(*(other.worker.get_block_ids_with_load_errors() for _ in range(2)))
@@ -145,6 +147,7 @@ for engine in (one, other):
         "(70, True) {'d1'} {'p1'}",
         "[[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]]",
         "set()",
+        "[]",
         "{'d2'}",
         "{'d3'}",
         "{0, 1, 2, 4, 5, 7} set()",
@@ -154,10 +157,10 @@ for engine in (one, other):
 
 
 @WITHOUT_VLLM
-def test_the_scheduler_describes_the_blocks_of_all_ranks() -> None:
+def test_the_scheduler_knows_the_blocks_of_all_ranks_and_groups() -> None:
     code = """
 from types import SimpleNamespace as Of
-from tests.vllm.connected import parallel, spec
+from tests.vllm.connected import connector, parallel, spec
 from kvplan.vllm.connector import _layer_group
 config = Of(parallel_config=parallel(decode_context_parallel_size=4))
 for kind, fields in (
@@ -165,10 +168,13 @@ for kind, fields in (
     ("MLAAttentionSpec", {"block_size": 16}),
 ):
     print(_layer_group(Of(layer_names=["b", "a"], kv_cache_spec=spec(kind, **fields)), config))
+scheduler = connector("scheduler", produces=True)
+scheduler._kv_cache_config.kv_cache_groups *= 2
+print(scheduler.get_loaded_kv_cache_group_ids(None))
 """
     shown = "LayerGroup(layers=('b', 'a'), block_tokens={}, packing='', window={}, states=None)"
     expected = [shown.format(*of) for of in ((128, 0), (128, 96), (64, 0))]
-    assert python(code).stdout.splitlines() == expected
+    assert python(code).stdout.splitlines() == [*expected, "(0, 1)"]
 
 
 @WITHOUT_VLLM

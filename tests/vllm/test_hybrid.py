@@ -136,21 +136,36 @@ def test_states_may_be_of_a_single_kind() -> None:
     assert StateForm.of(states("LINEAR", (4, 8, 8), replicated=True), 2).num_heads == 4
 
 
-def test_each_part_of_the_states_is_compared() -> None:
-    """The only group has a cache for each part; they differ in the type of the recurrent state."""
+@pytest.mark.parametrize(
+    ("conv", "ssm", "dtype", "differs"),
+    [
+        (
+            (3, 96),
+            (4, 8, 8),
+            np.float32,
+            ("state 0, dtype DT_FLOAT16, ", "state 0, dtype DT_FLOAT, "),
+        ),
+        ((3, 80), (2, 8, 8), np.float16, (", state_heads 4, ", ", state_heads 2, ")),
+        ((4, 96), (4, 8, 8), np.float16, (", tensors 3'", ", tensors 4'")),
+    ],
+)
+def test_each_part_of_the_states_is_compared(
+    conv: tuple[int, ...], ssm: tuple[int, ...], dtype: type, differs: tuple[str, str]
+) -> None:
+    """The only group has a cache for each part, and only one part is of another kind."""
     made = []
-    for dtype in (np.float16, np.float32):
-        spec = states("GDN_ATTN", (3, 96), (4, 8, 8))
-        spec.dtypes = (np.dtype(np.float16), np.dtype(dtype))
+    for shapes, kind in ((((3, 96), (4, 8, 8)), np.float16), ((conv, ssm), dtype)):
+        spec = states("GDN_ATTN", *shapes)
+        spec.dtypes = (np.dtype(np.float16), np.dtype(kind))
         group = LayerGroup(("model.layers.0.mixer",), 64, states=StateForm.of(spec, 1))
         model = Model("m", 4, Place(), 0, 4, (group,), produces=False, consumes=True)
         made.append(ConnectorWorker(bytes(16), model, ConnectorOptions.of({})))
         page = np.zeros((4, 1, 1, 2048), np.int8).view(HostArray)
         made[-1].register({"model.layers.0.mixer": page})
     mine, theirs = (worker.exchange._compatibility for worker in made)
-    found = mine.difference(theirs.fields)
-    assert "state 0, dtype DT_FLOAT16, " in found
-    assert "state 0, dtype DT_FLOAT, " in found
+    here, there = mine.difference(theirs.fields).split(" here and ")
+    assert differs[0] in here + " here"
+    assert differs[1] in there
     for worker in made:
         worker.close()
 

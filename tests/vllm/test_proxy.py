@@ -169,7 +169,7 @@ async def proxy_over(
     *,
     push: bool = False,
 ) -> AsyncIterator[Client]:
-    """Yield a client of a proxy over servers: handlers, URLs, or None for a server that is down."""
+    """Yield a client of a proxy over servers; None is one that is down."""
     async with AsyncExitStack() as held:
         session = await held.enter_async_context(aiohttp.ClientSession())
         urls = []
@@ -245,11 +245,12 @@ def test_a_host_that_does_not_answer_is_not_waited_for(
             socket.create_connection(silent.getsockname()),  # the queue of `silent` is full
         ):
             monkeypatch.setattr("kvplan.vllm.proxy._CONNECT_S", 0.2)
-            sides: dict[str, list[Handler | str | None]]
-            sides = {"prefill": [servers.prefill], "decode": [servers.decode]}
+            sides: Any = {"prefill": [servers.prefill], "decode": [servers.decode]}
             sides[side].insert(0, f"http://127.0.0.1:{silent.getsockname()[1]}")
             async with proxy_over(**sides) as client, asyncio.timeout(DEADLINE_S / 2):
                 assert await client.post() == WHOLE
+                async with client.session.get(f"{client.url}/health") as response:
+                    assert [*(await response.json()).values()].count(False) == 1
         assert servers.names() == ["prefill", "decode"]
 
     asyncio.run(run())
@@ -336,9 +337,8 @@ def test_a_request_that_no_server_can_take_gets_an_error_in_openais_form() -> No
     async def run() -> None:
         servers = Pretended()
         async with proxy_over([servers.prefill], [None]) as client:
-            headers, body = {"X-Request-Id": "mine"}, {"prompt": [1, 2]}
-            url = client.url + PATH
-            async with client.session.post(url, json=body, headers=headers) as response:
+            url, headers = client.url + PATH, {"X-Request-Id": "mine"}
+            async with client.session.post(url, json={}, headers=headers) as response:
                 text = await response.text()
                 assert (response.status, '"server_error"' in text) == (502, True)
                 assert response.headers["X-Request-Id"] == "mine"
