@@ -19,7 +19,7 @@ from kvplan.observe import surfaces
 from kvplan.observe.agent import Agent
 from kvplan.observe.calls import MAX_SEEN
 from kvplan.observe.observer import peer_number
-from kvplan.observe.plans import Regions, regions_of
+from kvplan.observe.plans import Regions, ranges_of, regions_of
 from kvplan.observe.transfers import Table
 from kvplan.recording import TransferRecord, read, who_wrote
 from tests.observe.program import BLOCK, BLOCKS, LAYERS, Program, program, run
@@ -374,6 +374,14 @@ def test_a_transfer_like_an_earlier_one_adds_only_its_rows(program: Program) -> 
         sizes.append(path.stat().st_size)
     two, four = np.diff(sizes)
     assert four - two == 2 * (8 + 8)  # two rows more, each a number here and one of the peer
+
+
+def test_a_tensor_is_one_range() -> None:
+    """NIXL accepts a tensor in place of a list of one."""
+    tensor = types.SimpleNamespace(data_ptr=lambda: 4096, numel=lambda: 6, element_size=lambda: 2)
+    for given in (tensor, [tensor]):
+        ranges, names = ranges_of(given)
+        assert (ranges.tolist(), names) == ([[4096, 12]], [""])
 
 
 @pytest.mark.parametrize("sort", ["cpu", "cuda"])
