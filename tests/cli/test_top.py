@@ -271,6 +271,12 @@ def test_an_answer_of_another_kind_is_reported(changes: dict[str, Any]) -> None:
     assert "serve.py" in text
 
 
+def test_an_engine_that_does_not_answer_is_listed_alone() -> None:
+    text = shown([Answer(9, None, "no answer in time")])
+    assert "process 9: no answer in time" in text
+    assert "No engine" not in text
+
+
 def test_answers_of_engines_do_not_command_the_terminal() -> None:
     escape = "\x1b[2J"
     said = document(role=escape, command=[escape], listen_address=escape)

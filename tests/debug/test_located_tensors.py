@@ -47,12 +47,15 @@ def test_slots_and_opaque_rows() -> None:
     assert first.holds == "what lies in slot 0 at the source, not of this request"
 
 
-def test_no_block_table_of_slots_is_named() -> None:
-    desc = CacheDesc(2, (3, 4, 16), DataType.DT_FLOAT16, kv_tensor_format="slot token dim")
-    source = filled(desc, 1)
-    plan = kvplan.plan(Transfer(Rows(desc, slot=2), Rows(desc, slot=1)), local="dst")
-    found = moved(plan, source, [np.zeros(desc.shape, np.float16)] * 2)
-    found[1][1, 2:] = 0
+def test_no_block_table_of_a_slot_is_named() -> None:
+    slots, blocks = (
+        CacheDesc(2, shape, DataType.DT_FLOAT16, kv_tensor_format=f"{row} token dim")
+        for row, shape in (("slot", (3, 4, 16)), ("block", (6, 2, 16)))
+    )
+    source = filled(slots, 1)
+    plan = kvplan.plan(Transfer(Rows(slots, slot=2), Rows(blocks, [3, 1])), local="dst")
+    found = moved(plan, source, [np.zeros(blocks.shape, np.float16)] * 2)
+    found[1][1] = 0
     text = str(replay(plan, source, found))
     assert " wrote it, from slot 2 of " in text
     assert "src_blocks" not in text

@@ -158,6 +158,7 @@ class TestFindings:
         handle = program.make([1], [3], "WRITE", request="cmpl-7")
         program.agent.transfer(handle)
         program.agent.send_notif("prefill", b"cmpl-8:2")
+        program.agent.send_notif("another peer", b"cmpl-7:2")
         assert program.findings() == []
         program.agent.send_notif("prefill", b"cmpl-7:2")
         assert program.findings() == ["notified_before_bytes"]

@@ -178,6 +178,7 @@ STRANGE: dict[str, tuple[Any, ...]] = {
     "beyond int64": ([2**63], [7], [8]),
     "of other lengths": ([1000, 1008, 1016], [7, 8], [8, 8, 8]),
     "no numbers": (None, [7], [8]),
+    "no number inside": ([None], [7], [8]),
 }
 
 

@@ -19,9 +19,9 @@ from kvplan.observe import surfaces
 from kvplan.observe.agent import Agent
 from kvplan.observe.calls import MAX_SEEN
 from kvplan.observe.observer import peer_number
-from kvplan.observe.plans import Regions, regions_of
+from kvplan.observe.plans import Regions, ranges_of, regions_of
 from kvplan.observe.transfers import Table
-from kvplan.recording import read, who_wrote
+from kvplan.recording import TransferRecord, read, who_wrote
 from tests.observe.program import BLOCK, BLOCKS, LAYERS, Program, program, run
 from tests.recording.operations import recorder
 
@@ -179,24 +179,41 @@ def test_the_recorded_plan_has_each_descriptor(
     program: Program, here: list[int], there: list[int], op: str
 ) -> None:
     """Some transfers are recorded twice by their tables, others are planned."""
-    for _ in range(2):
+    first, second = moved(program, op, [(here, there)] * 2)
+    assert first.plan == second.plan
+
+
+@pytest.mark.parametrize("op", ["READ", "WRITE"])
+def test_transfers_of_other_layers_of_the_same_lists_have_their_own_plans(
+    program: Program, op: str
+) -> None:
+    """The recorder recognizes pairs of layers that it has recorded before."""
+    first, second, both = [1, 4], [9, 12], [1, 4, 9, 12]
+    tables = [(first, first), (first, second), (second, first), (both, both), (first, first)]
+    moved(program, op, tables)
+
+
+def moved(
+    program: Program, op: str, tables: list[tuple[list[int], list[int]]]
+) -> list[TransferRecord]:
+    """Run transfers; check that each is recorded with its descriptors."""
+    for here, there in tables:
         handle = program.agent.make_prepped_xfer(op, program.local, here, program.remote, there)
         program.agent.transfer(handle)
     transfers = program.recording().transfers
-    read, written = (there, here) if op == "READ" else (here, there)
-    for transfer in transfers:
+    for transfer, (here, there) in zip(transfers, tables, strict=True):
         assert transfer.plan is not None
-        moved = set()
+        found = set()
         for part in transfer.plan.parts:
             for src, dst in zip(part.src_tensors, part.dst_tensors, strict=True):
                 for src_offset, dst_offset, nbytes in part.segments.expanded():
                     assert nbytes == BLOCK
                     rows = src_offset // BLOCK, dst_offset // BLOCK
-                    moved.add((src * BLOCKS + rows[0], dst * BLOCKS + rows[1]))
-        assert moved == set(zip(read, written, strict=True))
+                    found.add((src * BLOCKS + rows[0], dst * BLOCKS + rows[1]))
+        read, written = (there, here) if op == "READ" else (here, there)
+        assert found == set(zip(read, written, strict=True))
         assert transfer.nbytes == len(here) * BLOCK
-    assert len(transfers) == 2
-    assert transfers[0].plan == transfers[1].plan
+    return transfers
 
 
 def test_a_forked_child_observes_its_own_agents_only(program: Program) -> None:
@@ -357,6 +374,14 @@ def test_a_transfer_like_an_earlier_one_adds_only_its_rows(program: Program) -> 
         sizes.append(path.stat().st_size)
     two, four = np.diff(sizes)
     assert four - two == 2 * (8 + 8)  # two rows more, each a number here and one of the peer
+
+
+def test_a_tensor_is_one_range() -> None:
+    """NIXL accepts a tensor in place of a list of one."""
+    tensor = types.SimpleNamespace(data_ptr=lambda: 4096, numel=lambda: 6, element_size=lambda: 2)
+    for given in (tensor, [tensor]):
+        ranges, names = ranges_of(given)
+        assert (ranges.tolist(), names) == ([[4096, 12]], [""])
 
 
 @pytest.mark.parametrize("sort", ["cpu", "cuda"])

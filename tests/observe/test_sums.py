@@ -281,6 +281,7 @@ def test_without_the_sums_of_the_owner(pair: Pair, capsys: pytest.CaptureFixture
 def test_memory_that_cannot_be_read_has_no_sums(pair: Pair) -> None:
     """Memory of a device, or memory that is not registered, may have any address."""
     pair.observer.sum("cmpl-7", [(8, 1 << 40, 0)])
+    pair.observer.sum("cmpl-7", [])
     pair.owner.deregister_memory([(its.ctypes.data, its.nbytes, 0, "") for its in pair.there])
     device = np.zeros(64, np.uint8)
     pair.owner.register_memory([(device.ctypes.data, 64, 0, "")], "VRAM")

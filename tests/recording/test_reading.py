@@ -68,6 +68,17 @@ def test_the_last_write_belongs_to_the_transfer_that_ended_last(tmp_path):
         assert [write.transfer.tag for write in writes] == ["short", "long"]
 
 
+@pytest.mark.parametrize(
+    ("operation", "source"), [("pull_blocks", 7), ("gather_blocks", 7), ("copy_blocks", None)]
+)
+def test_bytes_of_pulls_and_gathers_came_from_the_peer(tmp_path, operation, source):
+    plan = kvplan.plan(Transfer(Rows(DESC, [1]), Rows(Cache(DESC, 1), [4])), local="dst")
+    with recorder(tmp_path / "a") as writer:
+        done = Done(plan, operation, link=None if source is None else Link(source))
+        writer.transfer(done, LLMStatusCode.LLM_SUCCESS, 1e-3, plan.nbytes, "")
+    assert [write.source for write in who_wrote(read(tmp_path / "a"), 1, 4)] == [source]
+
+
 def test_pushes_of_peers_count_from_those_that_went_to_this_engine(tmp_path):
     """A peer pushes into block 4 of cache 1 of two engines; only cluster 3 asks."""
     plan = kvplan.plan(Transfer(Rows(DESC, [1]), Rows(Cache(DESC, 1), [4])))

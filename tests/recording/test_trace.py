@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from datetime import datetime
 from itertools import combinations, product
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvplan import (
     KvCacheExtParam,
     LlmDataDist,
     LlmRole,
+    Plan,
     Rows,
     Transfer,
     load_plan,
@@ -27,7 +29,7 @@ from kvplan.cli import main
 from kvplan.recording import read
 from kvplan.recording.format import EVENT, HEADER, MAGIC, encode, framed
 from kvplan.recording.records import OPERATIONS
-from tests.recording.operations import record, recorder
+from tests.recording.operations import PLAN, record, recorder
 from tests.recording.test_reading import assert_is_a_trace
 from tests.support.plans import joined
 from tests.support.refusals import refused
@@ -139,6 +141,29 @@ def test_the_writer_of_a_block_is_found_in_the_peers_recording(recorded, capsys)
     assert [item["transfer"]["tag"] for item in document["writes"]] == ["request 7", "request 8"]
     assert [item["src_rows"] for item in document["writes"]] == [[3], [9]]
     assert [(item["cluster"], item["source"]) for item in document["writes"]] == [(1, 1), (1, 1)]
+
+
+def test_a_pull_that_wrote_a_block_is_described_whole(capsys, tmp_path):
+    """The cache and the cluster of the source differ from those of the destination."""
+    part = PLAN.part
+    src, dst = replace(part.src, cache_id=8), replace(part.dst, cache_id=5)
+    path = tmp_path / "a.kvrec"
+    with recorder(path) as writer:
+        record(writer, Plan.made(replace(part, src=src, dst=dst)), tag="request 7")
+    (transfer,) = read(path).transfers
+    document = json.loads(run(capsys, path, "--block", "5:4", "--json"))
+    (write,) = document["writes"]
+    assert write.pop("transfer") == {
+        "kind": "transfer", "number": 0, "time": transfer.time, "ms": 1.0,
+        "operation": "pull_blocks", "status": "LLM_SUCCESS", "error": "", "cache": 1, "peer": 7,
+        "caches": [[8, 5]], "tag": "request 7", "leases": [], "blocks": 3, "nbytes": PLAN.nbytes,
+    }  # fmt: skip
+    assert write == {
+        "cluster": 3, "part": "", "source": 7, "src_cache": 8, "src_rows": [1], "partial": False,
+    }  # fmt: skip
+    line = run(capsys, path, "--block", "5:4").splitlines()[1]
+    ended = datetime.fromtimestamp(transfer.time + transfer.seconds)
+    assert line.startswith(f"{ended:%H:%M:%S.%f}  #0 pull_blocks of request 7: from block 1 of")
 
 
 def test_a_plan_is_explained_and_saved(recorded, capsys, tmp_path):
@@ -280,6 +305,8 @@ def test_dropped_rows_are_counted_below_the_list(capsys, tmp_path):
             record(writer, long)
     last = run(capsys, tmp_path / "a.kvrec").splitlines()[-1]  # the writer may drop in two parts
     assert last.endswith(" rows; 7 rows were dropped")
+    (found,) = json.loads(run(capsys, tmp_path / "a.kvrec", "--json"))["recordings"]
+    assert (found["dropped"], found["complete"]) == (7, True)
 
 
 def test_layers_are_listed(capsys, tmp_path):

@@ -251,6 +251,28 @@ def test_a_full_disk_ends_only_the_recording(tmp_path):
     assert read(f"{path}.next").complete
 
 
+def test_a_recording_that_an_error_has_ended_keeps_its_rows_and_frees_its_file(tmp_path):
+    path = tmp_path / "a.kvrec"
+    writer = recorder(path)
+    record(writer, PLAN, "before")
+    writer.event("lease", LLMStatusCode.LLM_SUCCESS, 0.0, "", {1: Unprintable()})
+    assert writer.ended
+    for thread in threading.enumerate():
+        if thread.name == "kvplan-recorder-3":
+            thread.join(DEADLINE_S)
+    assert tags(path) == ["before"]
+    with recorder(path) as again:
+        record(again, PLAN, "after")
+    assert tags(path) == ["after"]
+
+
+class Unprintable:
+    """A value of an event that cannot be recorded."""
+
+    def __repr__(self) -> str:
+        raise ValueError
+
+
 def test_an_ended_writer_queues_nothing(tmp_path):
     """The thread of the writer has ended, and would not write any kind of row."""
     with recorder(tmp_path / "a.kvrec") as writer:
