@@ -35,7 +35,7 @@ CHECKS = {
     ),
     "announced": (
         *("renewed_and_left", "no_place_in_a_hurry", "late_is_forgiven", "renewed_beside_a_wait"),
-        "passed_by_an_earlier_ticket",
+        *("passed_by_an_earlier_ticket", "left_by_a_former_user"),
     ),
 }
 """Checks by program: `core_main.c`, and so on."""
