@@ -219,6 +219,41 @@ static void passed_by_an_earlier_ticket(void)
     kvn_generations_close(&table);
 }
 
+/* A ticket that a former user of an entry has left is not taken for one of the next user. */
+static void left_by_a_former_user(void)
+{
+    kvn_generations table;
+    kvn_writers writers;
+    kvn_writer writer;
+    kvn_failure failure;
+    kvn_fault fault;
+    kvn_announcement announced;
+    kvn_ticket left[KVN_WRITER_TICKETS];
+    kvn_word word;
+    uint64_t next = 0;
+
+    CHECK(kvn_generations_create(1, 0, &table, &failure) == KVN_OK);
+    CHECK(kvn_generations_take(&table, false, 0, &word.slot, &word.generation, &failure) == KVN_OK);
+    CHECK(kvn_writers_create(1, &writers, &failure) == KVN_OK);
+    for (int user = 0; user < 2; user++) {
+        CHECK(kvn_writer_open(getpid(), table.memory.fd, table.memory.inode, 1, writers.memory.fd,
+                              writers.memory.inode, 1, (uintptr_t)writers.gates, &writer, &failure) == KVN_OK);
+        kvn_guard *guard = kvn_guard_create(&writer, &word, 1);
+        for (int i = 0; i < KVN_WRITER_TICKETS; i++)
+            CHECK(kvn_guard_enter(guard, false, 0, &announced, &fault) == KVN_OK);
+        if (user == 0)
+            CHECK(kvn_writers_drain(&writers, 0, &next, left) == KVN_WRITER_TICKETS);
+        CHECK(count_tickets(&writers) == KVN_WRITER_TICKETS);
+        for (int i = 0; i < KVN_WRITER_TICKETS; i++)
+            CHECK(kvn_writers_has(&writers, &left[i]) == (user == 0));
+        CHECK(count_tickets(&writers) == KVN_WRITER_TICKETS);
+        kvn_guard_destroy(guard);
+        kvn_writer_close(&writer); /* leaves the tickets, as a process that dies does */
+    }
+    kvn_writers_close(&writers);
+    kvn_generations_close(&table);
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
@@ -227,6 +262,7 @@ int main(int count, char **arguments)
         {"late_is_forgiven", late_is_forgiven},
         {"renewed_beside_a_wait", renewed_beside_a_wait},
         {"passed_by_an_earlier_ticket", passed_by_an_earlier_ticket},
+        {"left_by_a_former_user", left_by_a_former_user},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

@@ -67,6 +67,26 @@ static void pass_wakes(void)
     kvn_task_release(&task);
 }
 
+/* A task is held until a backend has its batch. If the task is aborted before, nothing is confirmed. */
+static void held_at_its_gate(void)
+{
+    kvn_backend backends[] = {{&plain}, {&ordering}};
+    kvn_columns columns = columns_of(2);
+
+    columns.after = &gate;
+    for (int orders = 0; orders < 2; orders++) {
+        kvn_task task;
+
+        said.polled = KVN_PENDING;
+        kvn_task_init(&task, &backends[orders], &columns, NULL);
+        CHECK(kvn_task_begin(&task) == KVN_PENDING && kvn_task_is_held(&task) == !orders);
+        said.polled = KVN_CANCELLED;
+        CHECK(kvn_task_abort(&task, KVN_CANCELLED) == KVN_CANCELLED && !kvn_task_is_held(&task));
+        CHECK(orders || strstr(kvn_task_outcome(&task)->message, "2 of 2 descriptors are not confirmed; the event"));
+        kvn_task_release(&task);
+    }
+}
+
 /* A thread that waits at a gate continues when the gate opens or fails. */
 static void open_wakes(void)
 {
@@ -443,6 +463,7 @@ int main(int count, char **arguments)
 {
     static const check_row rows[] = {
         {"pass_wakes", pass_wakes},
+        {"held_at_its_gate", held_at_its_gate},
         {"open_wakes", open_wakes},
         {"order_wakes", order_wakes},
         {"open_beside_failure", open_beside_failure},

@@ -18,7 +18,7 @@ CHECKS = {
     "tasks": (
         *("pass_wakes", "open_wakes", "order_wakes", "gate_fails", "opened_again"),
         *("small_batches_in_a_hurry", "open_beside_failure", "abort_twice", "fail_beside_abort"),
-        *("open_beside_abort", "layers_are_freed", "deadline_wakes"),
+        *("open_beside_abort", "layers_are_freed", "deadline_wakes", "held_at_its_gate"),
     ),
     "waiting": (
         *("helper_leaves", "give_up_between_pieces", "all_who_wait_wake", "bytes_beside_a_wait"),
@@ -35,7 +35,7 @@ CHECKS = {
     ),
     "announced": (
         *("renewed_and_left", "no_place_in_a_hurry", "late_is_forgiven", "renewed_beside_a_wait"),
-        "passed_by_an_earlier_ticket",
+        *("passed_by_an_earlier_ticket", "left_by_a_former_user"),
     ),
 }
 """Checks by program: `core_main.c`, and so on."""

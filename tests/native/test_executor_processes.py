@@ -191,7 +191,7 @@ def test_an_interpreter_may_exit_while_a_daemon_thread_waits() -> None:
         """)
 
 
-def test_each_error_of_the_system_has_a_status() -> None:
+def test_a_forked_child_reports_each_error_of_the_system() -> None:
     run("""
         import errno
         from textwrap import dedent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from itertools import combinations, permutations
 from typing import Any
 
@@ -243,3 +244,33 @@ def test_columns_of_objects() -> None:
 def test_wrong_arguments_are_refused(call: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         call(np.array([1, 2], np.uint64))
+
+
+def view(letter: str, *shape: int) -> memoryview:
+    size = int(np.prod(shape)) * struct.calcsize(letter)
+    return memoryview(bytearray(size)).cast("B").cast(letter, shape)
+
+
+COLUMN = ("Q", 2), [("d", 2), ("Q", 1, 2), ("Q", 1)]
+ROWS = ("Q", 2, 3), [("d", 2, 3), ("Q", 6)]
+INDICES = ("i", 2), [("d", 2), ("i", 1, 2), ("i", 1)]
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        (first_bad, [COLUMN] * 3),
+        (first_overlap, [COLUMN] * 2),
+        (locate, [COLUMN] * 4),
+        (choose, [ROWS, ROWS, INDICES, INDICES]),
+    ],
+)
+def test_a_refused_call_holds_no_argument(call: Any, arguments: list[Any]) -> None:
+    for at, (_, refused) in enumerate(arguments):
+        for wrong in refused:
+            views = [view(*right) for right, _ in arguments]
+            views[at] = view(*wrong)
+            with pytest.raises((TypeError, ValueError)):
+                call(*views)
+            for held in views:
+                held.release()  # raises while a call holds the memory

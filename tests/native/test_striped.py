@@ -175,6 +175,24 @@ def test_a_peer_that_died_before_the_others_were_given_up_is_the_reason(
     assert (report.status, report.code, report.failed) == (KVN_PEER_GONE, 77, first)
 
 
+@pytest.mark.parametrize("how", ["deadline", "cancel"])
+@pytest.mark.parametrize("stripe", range(3))
+def test_a_connection_that_breaks_as_others_are_given_up_is_not_the_reason(
+    backends: list[Backend], how: str, stripe: int
+) -> None:
+    """An abort may close the connection that all stripes use."""
+    case, first = scatter([SIZE] * COUNT), stripes(3)[stripe][0]
+    backends[stripe] = delay(fail_at(backends[stripe], first, KVN_PEER_GONE, 77), 1e9)
+    with Executor(striped(backends, min_nbytes=1)) as executor:
+        task = executor.submit(case.descriptors)
+        report = task.wait(20) if how == "deadline" else task.cancel()
+    status, words = (
+        (KVN_TIMEOUT, "the deadline passed") if how == "deadline" else (KVN_CANCELLED, "cancelled")
+    )
+    assert (report.status, report.code, report.failed) == (status, 0, None)
+    assert report.message.startswith(f"{words}: ")
+
+
 def test_the_first_of_several_reasons_is_reported(backends: list[Backend]) -> None:
     case = scatter([SIZE] * COUNT)
     failing = [
