@@ -36,7 +36,7 @@ from kvplan.serving.pusher import Chunk, Pusher
 from kvplan.serving.tables import Blocks, CacheGroup, Held, Place, groups_of, share_of
 from kvplan.serving.tasks import OWN, ExchangeOptions, PeerThreads, Tasks
 from kvplan.status import LLMException, invalid
-from kvplan.system.limits import start_thread
+from kvplan.system.limits import start_thread, system_error
 from kvplan.system.logs import Log
 from kvplan.types import Cache
 from kvplan.validation import as_int, check_timeout, check_type, shown
@@ -68,6 +68,7 @@ class Exchange:
     Raises:
         TypeError: an argument of another type.
         LLMException: LLM_PARAM_INVALID: invalid groups or `push`, or not 1 to 32 bytes.
+            LLM_OUT_OF_MEMORY: no thread or descriptor is free.
     """
 
     def __init__(
@@ -121,7 +122,10 @@ class Exchange:
             on_freed=self._wake,
             on_ending=self._pusher.end,
         )
-        self._loop = asyncio.new_event_loop()
+        try:
+            self._loop = asyncio.new_event_loop()
+        except OSError as error:
+            raise system_error("the exchange cannot start", error) from error
         self._tasks = Tasks(self._loop)
         self._asks = Asks(
             self._instance,

@@ -9,7 +9,7 @@ import pytest
 
 from kvplan import BlockLease, Cache, CacheDesc, DataType, LLMException, LLMStatusCode
 from kvplan.serving import CacheGroup, LeaseBook, Table
-from kvplan.serving.book import NotYetError
+from kvplan.serving.book import MAX_REMEMBERED, NotYetError
 from kvplan.serving.tables import tables_of
 from tests.serving.worker import handle
 from tests.support.refusals import refused
@@ -160,6 +160,41 @@ def test_a_request_that_cannot_be_leased_is_free(book: LeaseBook, engine: Engine
     ):
         book.leases_of(handle(1), b"digest")
     engine.refusal = None
+
+
+@pytest.mark.parametrize(
+    ("status", "is_logged"),
+    [(LLMStatusCode.LLM_ENGINE_FINALIZED, False), (LLMStatusCode.LLM_FAILED, True)],
+)
+def test_a_lease_that_cannot_be_released_frees_its_request(
+    book: LeaseBook,
+    engine: Engine,
+    caplog: pytest.LogCaptureFixture,
+    status: LLMStatusCode,
+    is_logged: bool,
+) -> None:
+    """Only a timeout says that a peer still uses the blocks; another error is not the end."""
+    engine.refusal = status
+    book.abort(A)
+    assert (book.take_freed(), len(book)) == ({A}, 0)
+    assert caplog.messages == [f"request a: as the test says ({status.name})"] * is_logged
+    engine.refusal = None
+    engine.live.clear()
+    book.enter("b", [4], b"digest", handle=B)
+    assert book.leases_of(B, b"digest")[1][0].lease.blocks == (4,)
+
+
+def test_the_end_of_the_oldest_transfers_is_forgotten(book: LeaseBook) -> None:
+    """An ask for a forgotten one waits like that for an unknown one, until its timeout."""
+    names = [f"t{number}" for number in range(MAX_REMEMBERED + 2)]
+    for name in names:
+        book.end_transfer(name, "was refused")
+    for name in names[:2]:
+        with pytest.raises(NotYetError):
+            book.leases_of(None, b"digest", name)
+    for name in (names[2], names[-1]):
+        with refused("LLM_KV_CACHE_NOT_EXIST", "was refused"):
+            book.leases_of(None, b"digest", name)
 
 
 def test_a_long_name_is_cut_for_the_lease(book: LeaseBook) -> None:

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
-from kvplan import BlockLease, LLMException, LLMStatusCode, Transfers
-from kvplan.serving import Target
+from kvplan import BlockLease, LlmDataDist, LLMException, LlmRole, LLMStatusCode, Transfers
+from kvplan.engine.notifications import Notifications
+from kvplan.serving import Compatibility, Exchange, Target
 from kvplan.serving.messages import Hello, encode
 from tests.faults.gate import Gate
 from tests.serving.test_exchange import MakeWorker, failed
 from tests.serving.worker import INSTANCE, Worker, reference
 from tests.support import lone_user
+from tests.support.forked import python
 
 NAME = "cmpl-11"
 
@@ -237,6 +239,83 @@ def test_an_exchange_that_cannot_start_a_thread_leaves_nothing_open() -> None:
             raise AssertionError("there was a thread")
     """
     lone_user.run(program)
+
+
+FEW_DESCRIPTORS = """
+from kvplan import LLMException
+from kvplan.serving import Compatibility, Exchange
+from tests.serving.worker import INSTANCE, Worker, reference
+from tests.support.few_descriptors import spare_descriptors
+from tests.support.held import Held
+
+producer, other = Worker(1), Worker(2)
+other.exchange.close()
+made = other.engine, other.cache, Compatibility({"model": "tiny", "layers": "2"}), INSTANCE
+held = Held.now()
+for spare in range(3):
+    with spare_descriptors(spare):
+        try:
+            Exchange(*made)
+        except LLMException as error:
+            print(error)
+    held.check_nothing_new()
+other.exchange = Exchange(*made)
+producer.finish(0, 11, [4, 9, 2], 21)
+assert other.fetch(reference([producer.source], 0, 11, 21), [7, 1, 30]).error is None
+assert other.has(11, [7, 1, 30], 0, 21)
+other.close()
+producer.close()
+print("fetched")
+"""
+
+
+def test_an_exchange_that_finds_no_descriptor_can_be_made_later() -> None:
+    done = python(FEW_DESCRIPTORS, imported=("tests.serving.worker",))
+    *refusals, last = done.stdout.splitlines()
+    assert (len(refusals), last, done.returncode) == (3, "fetched", 0), done.stderr
+    for text in refusals:
+        assert text.startswith("the exchange cannot start: Too many open files: RLIMIT_NOFILE")
+        assert text.endswith("(ulimit -n) (LLM_OUT_OF_MEMORY)")
+
+
+class Failing(LlmDataDist):
+    """An engine whose notifications cannot be read: the error comes when the test allows."""
+
+    fails = Event()
+
+    def notifications(self) -> Notifications:
+        assert self.fails.wait(60)
+        raise OSError("as the test says")
+
+
+def test_requests_of_an_exchange_whose_thread_fails_have_a_result(
+    make_worker: MakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer = make_worker(1)
+    wanted = reference([producer.source], 0, 11, 21)
+    with Failing(2, LlmRole.MIX) as engine:
+        engine.initialize()
+        cache = engine.allocate_blocks_cache(producer.cache.cache_desc)
+        exchange = Exchange(engine, cache, Compatibility({}), INSTANCE)
+        exchange.fetch("early", wanted, Target([7, 1, 30]))
+        engine.fails.set()
+        assert exchange.wait(60_000)
+        exchange.close()
+        exchange.fetch("late", wanted, Target([4]))
+        results = exchange.take_results()
+        assert [(item.request, item.blocks) for item in results] == [
+            ("early", [7, 1, 30]),
+            ("late", [4]),
+        ]
+        for item in results:
+            assert failed(item, "the exchange is closed")
+        assert not exchange.is_fetching
+        assert not exchange._thread.is_alive()
+        assert engine.leases() == []
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert line.getMessage() == "the exchange has ended"
+    assert line.exc_info is not None
+    assert str(line.exc_info[1]) == "as the test says"
 
 
 def test_a_fetch_without_a_thread_is_not_moved_after_its_result() -> None:

@@ -213,6 +213,16 @@ def test_the_last_unit_of_a_request_is_fetched_whole(
     ] == ([(units, first, first)] if units else [])
 
 
+def test_a_request_begins_at_a_whole_unit() -> None:
+    """The first token of a unit alone cannot be written beside the others."""
+    desc = CacheDesc(2, (32, 2, 6), DataType.DT_INT8, kv_tensor_format="block token dim")
+    group = CacheGroup("", Cache(desc, 1), token_unit=4)
+    lease = BlockLease(10, bytes(16), 1, 0, (4, 11, 7), True, "", ())
+    with refused("LLM_PARAM_INVALID", "first_token=10 must be a multiple of 4"):
+        missing_of([group], [[GroupLease(lease, 0)]], [8, 3, 6], 10, 24)
+    assert missing_of([group], [[GroupLease(lease, 0)]], [8, 3, 6], 26, 24) == ({}, 0)
+
+
 @pytest.mark.parametrize("first_token", [0, 20, 21])
 @pytest.mark.parametrize("sources", [1, 2])
 def test_a_state_is_fetched_whole_unless_no_token_is_missing(

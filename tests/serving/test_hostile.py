@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import select
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
@@ -14,7 +15,18 @@ from kvplan import ClusterInfo
 from kvplan.serving import Handle, Target
 from kvplan.serving.asks import MAX_WAITING
 from kvplan.serving.book import MAX_EARLY
-from kvplan.serving.messages import MAX_HANDLES, Ask, Done, Grant, Hello, Message, Renew, encode
+from kvplan.serving.messages import (
+    MAX_HANDLES,
+    Ask,
+    Done,
+    Grant,
+    Hello,
+    Message,
+    Refusal,
+    Renew,
+    encode,
+    peer_log,
+)
 from kvplan.serving.pusher import Goal
 from kvplan.serving.tables import GroupLease, encode_leases
 from kvplan.serving.tasks import MAX_OF_PEER, Tasks
@@ -47,7 +59,9 @@ def receive(worker: Worker, cluster_id: int, *messages: Message | bytes) -> None
 
 
 def wait(until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_MS / 1000
     while not until():
+        assert time.monotonic() < deadline
         select.select([], [], [], 0.001)
 
 
@@ -104,6 +118,103 @@ def test_the_tasks_of_a_peer_are_bounded() -> None:
 
     asyncio.run(spawn_tasks())
     assert started == [*range(MAX_OF_PEER), -1, -2, -3]
+
+
+def test_an_error_of_a_task_ends_no_other_and_leaves_no_count(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer whose tasks fail has as many as before."""
+    monkeypatch.setattr(peer_log, "_kinds", {})
+    started = []
+
+    async def fail() -> None:
+        raise OSError("as the test says")
+
+    async def start(number: int) -> None:
+        started.append(number)
+
+    async def spawn_tasks() -> None:
+        tasks = Tasks(asyncio.get_running_loop())
+        for _ in range(2):
+            for _ in range(MAX_OF_PEER):
+                tasks.spawn(fail(), 2)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        for number in range(MAX_OF_PEER):
+            tasks.spawn(start(number), 2)
+        await asyncio.sleep(0)
+        await tasks.cancel()
+
+    asyncio.run(spawn_tasks())
+    assert started == [*range(MAX_OF_PEER)]
+    (line, *_) = caplog.records
+    assert line.getMessage() == "the exchange continues after an error"
+    assert line.exc_info is not None
+    assert str(line.exc_info[1]) == "as the test says"
+
+
+@pytest.mark.parametrize("is_readable", [False, True])
+def test_a_dropped_message_is_logged_with_its_sender_and_the_next_one_is_received(
+    make_worker: MakeWorker,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    is_readable: bool,
+) -> None:
+    monkeypatch.setattr(peer_log, "_kinds", {})
+    producer, consumer = make_worker(1), make_worker(2)
+    producer.finish(0, 11, [4, 9, 2], 21)
+    link(consumer, producer)
+    renew = producer.exchange.book.renew
+    failures = iter([OSError("as the test says")])
+
+    def renew_later(handles: Sequence[Handle]) -> None:
+        if (error := next(failures, None)) is not None:
+            raise error
+        renew(handles)
+
+    monkeypatch.setattr(producer.exchange.book, "renew", renew_later)
+    message = encode(Renew(INSTANCE, (handle(0).value,))) if is_readable else b"no message"
+    consumer.engine.notify(1, message)
+    wait(lambda: bool(caplog.records))
+    (line,) = caplog.records
+    if is_readable:
+        assert line.getMessage() == "cluster 2: dropped a message"
+        assert line.exc_info is not None
+        assert str(line.exc_info[1]) == "as the test says"
+    else:
+        assert line.getMessage().startswith("cluster 2: ")
+        assert "is not a message" in line.getMessage()
+    assert consumer.fetch(reference([producer.source], 0, 11, 21), MINE).error is None
+
+
+@pytest.mark.parametrize(
+    ("ask", "reason"),
+    [
+        (Ask(5, INSTANCE, b"", DIGEST), "the ask names neither a handle nor a transfer"),
+        (
+            Ask(5, b"before", handle(0).value, DIGEST),
+            "the request belongs to the process before a restart",
+        ),
+    ],
+)
+def test_an_ask_that_can_never_be_granted_is_refused_at_once(
+    make_worker: MakeWorker, ask: Ask, reason: str
+) -> None:
+    producer = make_worker(1)
+    producer.finish(0, 11, [4, 9, 2], 21)
+    answers: list[tuple[int, Message]] = []
+
+    async def send(cluster_id: int, messages: Sequence[Message]) -> None:
+        answers.extend((cluster_id, message) for message in messages)
+
+    producer.exchange._asks._send = send
+    receive(producer, 2, ask)
+    wait(lambda: bool(answers))
+    ((cluster_id, answer),) = answers
+    assert isinstance(answer, Refusal)
+    assert (cluster_id, answer.number, answer.reason) == (2, 5, reason)
+    assert not producer.exchange._asks.waiting
+    assert [lease.tag for lease in producer.engine.leases()] == ["request-11"]
 
 
 def test_no_message_of_a_burst_is_lost(make_worker: MakeWorker) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from threading import Event
@@ -315,3 +316,21 @@ def test_tokens_that_one_of_two_producers_has_not_pushed_are_pulled(
     name = result(consumer)
     assert (name.error, name.pushed) == (None, 0)
     assert consumer.has(11, [7, 1], 0, 13)
+
+
+def test_the_log_has_the_tokens_bytes_and_workers_of_a_fetch(
+    make_worker: MakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, consumer = make_worker(1), make_worker(2)
+    producer.finish(0, 11, [4, 9, 2], 21)
+    with caplog.at_level(logging.INFO, "kvplan.serving"):
+        consumer.exchange.fetch(
+            "cmpl-5", reference([producer.source], 0, 11, 21), Target([7, 1, 30], 8)
+        )
+        item = result(consumer)
+    assert item.error is None
+    (line,) = [text for text in caplog.messages if text.startswith("cmpl-5")]
+    assert line == (
+        f"cmpl-5: 13 tokens ({2 * 4 * 13 * 8 * 4} bytes, 0 pushed) from 1 workers "
+        f"in {item.move_ms:.1f} ms, after {item.wait_ms:.1f} ms"
+    )
