@@ -10,7 +10,7 @@ import pytest
 
 from kvplan import load_plan
 from kvplan.cli import main
-from tests.cli.running import push, refused
+from tests.cli.running import command, push, refused
 from tests.planning.placements import manifest
 
 
@@ -121,6 +121,19 @@ def test_a_placement_without_some_elements_is_refused(
     assert "hold 384 of its 512 elements" in out
 
 
+def test_a_plan_or_a_placement_is_checked_from_stdin() -> None:
+    done = command("check", "-", stdin=json.dumps(push([7, 8, 2]).to_dict()))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("-: a plan: <Plan push_blocks ")
+    done = command("check", "-", "--json", stdin=json.dumps(manifest(4)))
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["valid"], found["document"]) == (0, True, "weights")
+    assert found["participants"] == 4
+    empty = command("check", "-")
+    assert (empty.returncode, empty.stderr) == (1, "")
+    assert empty.stdout.startswith("- is not a plan: ")
+
+
 def test_unreadable_input_exits_with_2(tmp_path: Path) -> None:
     missing = tmp_path / "missing.json"
     assert refused("check", missing) == f"{missing}: No such file or directory"
@@ -130,8 +143,6 @@ def test_unreadable_input_exits_with_2(tmp_path: Path) -> None:
 
 
 def refused_usage(*arguments: str | Path) -> str:
-    from tests.cli.running import command
-
     done = command(*arguments)
     assert done.returncode == 2
     return done.stderr

@@ -119,6 +119,12 @@ class TestExplain:
 
 
 class TestDiff:
+    def test_a_picture_and_a_document_are_not_combined(self, plan: Path) -> None:
+        html = plan.with_name("a.html")
+        done = command("diff", plan, plan, "--html", html, "--json")
+        assert (done.returncode, done.stdout, html.exists()) == (2, "", False)
+        assert "--html and --json cannot be combined" in done.stderr
+
     @pytest.mark.parametrize(
         ("other", "code", "verdict"),
         [

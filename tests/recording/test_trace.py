@@ -202,6 +202,28 @@ def test_block_tables_have_the_names_of_their_parts(capsys, tmp_path):
     ]
 
 
+def test_a_transfer_without_a_plan_is_listed_compared_and_not_saved(capsys, tmp_path):
+    path, out = tmp_path / "a.kvrec", tmp_path / "plan.json"
+    with recorder(path) as writer:
+        record(writer, None, "failed", "as the test says")
+        record(writer, WHOLE, "planned")
+    text = run(capsys, path, "--plan", 0)
+    assert text.endswith("no plan: the transfer failed before planning\n")
+    assert main(["trace", str(path), "--save-plan", "0", str(out)]) == 2
+    assert "transfer 0 has no plan: it failed before planning" in capsys.readouterr().err
+    assert not out.exists()
+    for first, second, owner in (("failed", "planned", "B"), ("planned", "failed", "A")):
+        text = run(capsys, path, "--compare", first, second, code=1)
+        assert f"plan: only {owner} has one" in text
+
+
+def test_a_table_is_expected_only_of_a_transfer_of_one_cache(capsys, tmp_path):
+    with recorder(tmp_path / "a.kvrec") as writer:
+        record(writer, joined({"a": WHOLE, "b": WHOLE}))
+    assert main(["trace", str(tmp_path / "a.kvrec"), "--plan", "0", "--expect", "dst:2"]) == 2
+    assert "transfer 0 has 2 pairs of block tables; --expect" in capsys.readouterr().err
+
+
 def test_saved_files_are_named_in_the_json_document(recorded, capsys, tmp_path):
     number = read(recorded[0]).transfers[1].number
     plan, trace = tmp_path / "plan.json", tmp_path / "trace.json"

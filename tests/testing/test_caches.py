@@ -219,6 +219,11 @@ def test_any_plan_exceeds_a_budget_of_zero(limit: str) -> None:
     assert f"{limit}=0" in Budget(**{limit: 0}).failure([plan])
 
 
+def test_a_budget_without_limits_is_refused() -> None:
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, "has max_descriptors, max_nbytes, or both"):
+        Budget()
+
+
 @given(transfers())
 def test_a_written_plan_is_read_back(tmp_path_factory, example: Example) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path_factory.getbasetemp() / "plan.json"

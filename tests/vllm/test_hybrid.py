@@ -19,6 +19,7 @@ from kvplan.vllm.step import WorkerAddress
 from kvplan.vllm.worker import ConnectorWorker, LayerGroup, Model
 from tests.datadist.states import ATTENTION_BLOCKS, STATE_BLOCKS, whole
 from tests.planning.test_states import KNOWN
+from tests.support.refusals import refused
 from tests.vllm.hybrid import KINDS, HostArray, HybridWorker
 from tests.vllm.test_scheduler import PROMPT, request
 from tests.vllm.test_worker import Peer
@@ -176,6 +177,14 @@ def test_a_replicated_state_is_whole_on_each_rank() -> None:
     ranks = [form.caches(pages, rank, Shard(num_heads=4))["state"].desc for rank in range(2)]
     assert ranks[0] == ranks[1]
     assert ranks[0].shape == (3, 4, 8, 8)
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_a_page_that_is_too_small_for_its_states_is_refused(short: int) -> None:
+    form = StateForm.of(states("LINEAR", (4, 8, 8)), 1)
+    pages = [np.zeros((3, 512 - 2 * (short == number)), np.uint8) for number in range(2)]
+    with refused("LLM_PARAM_INVALID", "a page has 510 bytes; its states have 512"):
+        form.caches(pages, 0, Shard(num_heads=4))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from kvplan.serving import Chunk, Reference, Table, Target, token_digest
 from kvplan.vllm.scheduler import ConnectorScheduler
 from kvplan.vllm.step import Step, WorkerAddress
+from tests.vllm.test_inputs import ones
 
 PROMPT = list(range(100, 170))
 
@@ -376,6 +377,19 @@ def test_the_consumer_of_a_window_computes_the_last_token(shared: bool) -> None:
     theirs = Reference.from_dict(params["kvplan"])
     assert (theirs.num_tokens, theirs.digest) == (69, token_digest(PROMPT[:-1]))
     assert step.offers[0].digest == theirs.digest
+
+
+def test_embeddings_of_a_window_are_neither_cut_nor_offered() -> None:
+    item, params, step = windowed_offer(prompt_embeds=ones())
+    assert (item.prompt_token_ids, item._all_token_ids) == (PROMPT, PROMPT)
+    assert (item.num_prompt_tokens, item.max_tokens) == (len(PROMPT), 16)
+    assert (params, step) == (None, Step())
+
+
+def test_a_request_without_tokens_is_not_prepared(consumer: ConnectorScheduler) -> None:
+    given = {"do_remote_decode": True, "kvplan": {"transfer": "t"}}
+    consumer.arrived(request(kv_transfer_params=given, prompt_token_ids=None))
+    assert consumer.take_step() == Step()
 
 
 def test_a_single_token_is_not_left_to_the_consumer() -> None:
