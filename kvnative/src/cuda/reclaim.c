@@ -94,7 +94,8 @@ static void run_round(kvn_cuda_reclaimer *self)
     pthread_cond_broadcast(&self->changed);
 }
 
-/* The remaining memory belongs to a context with a captured stream, and is freed with the context. */
+/* The remaining memory belongs to a context with a captured stream, and is freed when that context is destroyed. A
+ * primary context lives while the program holds it, often until the process ends. */
 static void destroy(kvn_cuda_reclaimer *self)
 {
     while (self->freed) {

@@ -15,7 +15,7 @@ typedef struct kvn_cuda_reclaimer kvn_cuda_reclaimer;
 
 /* Frees a block of kvn_cuda_allocate, or memory of cuMemAlloc if its handle is 0. KVN_OK also if it is freed later. While
  * a stream is captured into a graph, nothing can be waited for: the call fails, and the memory is freed with the next
- * call, or with the device. */
+ * call. If the device is closed during the same capture, the memory stays allocated until its context is destroyed. */
 int kvn_cuda_reclaim(const kvn_device *device, const kvn_cuda_allocated *block, kvn_failure *failure);
 /* Tries again to free the remaining memory, and waits as kvn_cuda_reclaim does. */
 void kvn_cuda_reclaim_rest(const kvn_device *device);
