@@ -62,14 +62,17 @@ def test_arguments_of_the_wrong_type_are_refused(
 
 def test_numbers_of_numpy_are_numbers(engine: TransferEngine) -> None:
     """Programs compute addresses from the columns of block tables."""
-    memory = np.zeros(SIZE, np.uint8)
+    memory = np.arange(SIZE, dtype=np.uint8)
     at: Any = np.uint64(memory.ctypes.data)
     assert engine.register_memory(at, np.int64(SIZE)) == 0  # type: ignore[arg-type]
     assert engine.write_bytes_to_buffer(at, b"abcd", np.int32(4)) == 0  # type: ignore[arg-type]
     assert engine.read_bytes_from_buffer(at, np.uint8(4)) == b"abcd"  # type: ignore[arg-type]
     batch: Any = np.int64(engine.batch_transfer_async_read(engine._own, [at], [at + 64], [8]))
-    while engine.transfer_check_status(batch) == 0:
-        pass
+    deadline = time.monotonic() + 60
+    while (status := engine.transfer_check_status(batch)) == 0:
+        assert time.monotonic() < deadline
+    assert status == 1
+    assert memory[:8].tolist() == memory[64:72].tolist()
     assert engine.unregister_memory(at) == 0
     managed: Any = np.uint64(engine.allocate_managed_buffer(np.int32(SIZE)))  # type: ignore[arg-type]
     assert engine.free_managed_buffer(managed, np.int32(SIZE)) == 0  # type: ignore[arg-type]

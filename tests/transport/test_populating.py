@@ -215,9 +215,10 @@ def test_new_work_wakes_a_thread_that_waits_for_its_next_pass(pages: BackgroundP
     arena = Arena(2 * CHUNK)  # all holes
     twin = twin_of(arena)
     pages.add(twin, owner=None)
-    pages.submit(lambda: setattr(pages._tasks[0], "due", later), owner=None)
     later, is_waiting = time.monotonic() + DEADLINE_S, False
+    pages.submit(lambda: setattr(pages._tasks[0], "due", later), owner=None)
     while not is_waiting:
+        assert time.monotonic() < later
         with pages._changed:  # which the thread gives up only while it waits
             is_waiting = pages._turn_of is None and [each.due for each in pages._tasks] == [later]
     done = threading.Event()
