@@ -158,32 +158,6 @@ def test_a_frame_is_read_though_sending_has_taken_the_signal_of_its_arrival(
     loop.run(run(), timeout_ms=1000 * DEADLINE_S)
 
 
-def test_frames_that_a_step_of_the_loop_leaves_are_read_in_the_next(
-    loop: ControlLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvplan.control.connection._MAX_DRAINED", 4)
-    sent = [b"%d" % number for number in range(10)]
-
-    async def run() -> None:
-        ends = Ends(loop)
-        connection = ends.connection
-        await asyncio.get_running_loop().sock_sendall(ends.far, ready())
-        await connection.ready()
-        connection.drain()  # takes the signals so far
-        signal = select.poll()
-        signal.register(connection._descriptor, select.POLLIN)
-        for times in range(1, 6):
-            connection._from_peer(b"".join(map(frame, sent)))
-            assert signal.poll(1000 * DEADLINE_S)  # usually one signal for all of them
-            while len(ends.frames) < times * len(sent):
-                await asyncio.sleep(0)
-        assert ends.frames == 5 * sent
-        connection.close()
-        ends.far.close()
-
-    loop.run(run(), timeout_ms=1000 * DEADLINE_S)
-
-
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_connection_has_ended_when_its_last_bytes_have_left_or_are_given_up(
     loop: ControlLoop, reads: bool
