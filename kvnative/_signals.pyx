@@ -11,9 +11,9 @@ import threading
 import _signal  # the functions of `signal` are Python, in which a handler could run
 
 cimport cython
+from libc.signal cimport raise_
 from libc.string cimport memset
-from posix.signal cimport SA_ONSTACK, SA_RESTART, kill, sigaction, sigaction_t, sigemptyset
-from posix.unistd cimport getpid
+from posix.signal cimport SA_ONSTACK, SA_RESTART, sigaction, sigaction_t, sigemptyset
 
 __all__ = ["Condition", "GuardedLock", "Mutex", "signals_deferred"]
 
@@ -186,7 +186,9 @@ cdef void restore():
         if sigaction(number, NULL, &now) == 0 and now.sa_handler == kvn_note:
             sigaction(number, &replaced[number], NULL)
         if kvn_arrived[number]:
-            kill(getpid(), number)  # the handler may be one of a C library
+            # The handler may be one of a C library. Unlike with kill(), no other thread handles the
+            # signal, perhaps after the call that the signal interrupts.
+            raise_(number)
 
 
 def begin_child():

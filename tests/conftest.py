@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -121,6 +121,20 @@ def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
     if isinstance(node, pytest.Item) and not node.config.getoption("usepdb"):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(TEARDOWN_S)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    """Let an interrupt that a test does not expect fail this test, with its traceback.
+
+    Under pytest-xdist, an interrupt in one process would end all of them, without a traceback.
+    """
+    try:
+        return (yield)
+    except KeyboardInterrupt as error:
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            raise
+        raise AssertionError("interrupted by a signal that this test did not expect") from error
 
 
 @pytest.hookimpl(trylast=True)

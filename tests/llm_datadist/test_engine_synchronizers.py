@@ -15,7 +15,7 @@ from kvplan.engine.transfers import AnyLayerTask
 from kvplan.llm_datadist import Cache, LLMDataDist, LLMStatusCode
 from kvplan.llm_datadist.v2 import llm_datadist as module
 from kvplan.llm_datadist.v2.cache_manager import CacheManager
-from kvplan.llm_datadist.v2.layer_transfer import Destination, LayerFeed
+from kvplan.llm_datadist.v2.layer_transfer import Destination, LayerFeed, wait_for_feeds
 from tests.llm_datadist.conftest import MakeDataDist, MakePeer
 from tests.llm_datadist.contents import clear
 from tests.llm_datadist.descs import desc
@@ -215,6 +215,20 @@ def test_one_timeout_is_for_all_destinations_together() -> None:
     assert second < first <= 0.05
 
 
+def test_an_exit_waits_for_threads_that_still_hold_ended_pushes() -> None:
+    dropped = threading.Event()
+
+    class Held(Destination):
+        def finish(self, timeout_ms: float) -> None:
+            dropped.wait(DEADLINE_S)
+
+    feed = LayerFeed([Held("one", None)], synchronizer=None, finish_ms=0)
+    feed.start()
+    threading.Timer(0.05, dropped.set).start()
+    wait_for_feeds()
+    assert "kvplan-layers" not in {thread.name for thread in threading.enumerate()}
+
+
 def test_finalize_ends_calls_that_wait_for_a_synchronizer(
     make_datadist: MakeDataDist, make_destinations: Callable[[int], Destinations], barrier: Barrier
 ) -> None:
@@ -238,6 +252,8 @@ def test_finalize_ends_calls_that_wait_for_a_synchronizer(
     waiting.join(DEADLINE_S)  # although the synchronizer has not returned
     assert results == [[FAILED]]
     assert task.synchronize() == FAILED
+    wait_for_feeds()  # not for this thread, which is in the synchronizer
+    assert not barrier.released.is_set()
     barrier.open()
     assert barrier.released.wait(DEADLINE_S)
     ended = [item for item in threading.enumerate() if item.name == "kvplan-layers"]

@@ -26,7 +26,7 @@ MAX_LINES = {
     "inspection": 1989,
     "kvplan": 1712,
     "links": 4013,
-    "llm_datadist": 3806,
+    "llm_datadist": 3832,
     "mooncake": 613,
     "nixl": 1853,
     "observe": 1669,

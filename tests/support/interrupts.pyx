@@ -11,6 +11,9 @@ __all__ = ["Interrupts"]
 
 from libc.signal cimport SIGINT, raise_
 
+cdef extern from *:
+    int PyErr_CheckSignals() except -1
+
 CHECKING = frozenset(
     number for name, number in dis.opmap.items() if name.startswith(("CALL", "JUMP_BACKWARD"))
 )
@@ -54,6 +57,7 @@ cdef class Interrupts:
                 function()
             finally:
                 sys.settrace(None)
+            PyErr_CheckSignals()  # otherwise raised in the caller, if no check followed the place
         except KeyboardInterrupt:
             pass
         return self.seen >= self.at

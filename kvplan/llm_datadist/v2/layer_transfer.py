@@ -7,7 +7,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from time import monotonic
 from traceback import format_exc
-from typing import Self
+from typing import TYPE_CHECKING, Final, Self
+from weakref import WeakSet
 
 import kvplan
 from kvplan.engine.datadist import LlmDataDist
@@ -30,8 +31,20 @@ from kvplan.system.limits import start_thread
 from kvplan.types import BlocksCacheKey, CacheIndex, KvCacheExtParam
 from kvplan.validation import shown
 
+if TYPE_CHECKING:
+    from threading import Thread
+
 Config = TransferConfig | TransferWithCacheKeyConfig
 Configs = Sequence[Config]
+
+_DROP_S: Final = 5.0  # for a thread that no synchronizer holds
+_feeds: Final[WeakSet[LayerFeed]] = WeakSet()  # with their threads
+
+
+def wait_for_feeds() -> None:
+    """Wait until threads have dropped ended pushes: at exit, these would keep device streams."""
+    for feed in list(_feeds):
+        feed.wait_for_thread()
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,16 +302,24 @@ class LayerFeed:
         self._destinations = tuple(destinations)
         self._synchronizer = synchronizer
         self._finish_ms = finish_ms
+        self._thread: Thread | None = None
+        self._in_synchronizer = False
         self.running_status = running_status
 
     def start(self) -> None:
         """Start the thread; if it cannot start, stop all pushes and raise."""
         # A daemon: a synchronizer that never returns must not keep the process from ending.
         try:
-            start_thread("kvplan-layers", self._run)
+            self._thread = start_thread("kvplan-layers", self._run)
         except LLMException as error:
             self._give_up(error)
             raise
+        _feeds.add(self)
+
+    def wait_for_thread(self) -> None:
+        """Wait for the end of the thread, unless the thread is in the synchronizer."""
+        if self._thread is not None and not self._in_synchronizer:
+            self._thread.join(_DROP_S)
 
     def statuses(self, timeout_s: float | None) -> list[LLMStatusCode | None]:
         """Wait up to `timeout_s` seconds; return each status (None: no outcome yet)."""
@@ -335,12 +356,15 @@ class LayerFeed:
     def _await(self, layer: int) -> LLMException | None:
         """Wait for a layer; return the reason if it is not ready, otherwise None."""
         called = f"synchronize_layer({layer})"
+        self._in_synchronizer = True
         try:
             if self._synchronizer.synchronize_layer(layer, None):
                 return None
         except BaseException as error:  # also SystemExit: it must not end this thread
             log.error("%s raised:\n%s", called, format_exc())
             return LLMException(f"{called} raised {type(error).__name__}")
+        finally:
+            self._in_synchronizer = False
         log.error("%s returned False", called)
         return invalid(f"{called} returned False")
 

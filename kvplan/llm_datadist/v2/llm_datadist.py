@@ -27,6 +27,7 @@ from kvplan.llm_datadist.v2.config import (
     engine_options,
     is_known,
 )
+from kvplan.llm_datadist.v2.layer_transfer import wait_for_feeds
 from kvplan.llm_datadist.v2.link_codes import Clusters, Codes, OwnLinks, check_clusters
 from kvplan.status import LLMException, invalid, unsupported
 from kvplan.types import LlmRole
@@ -358,6 +359,7 @@ def _shutdown_handler() -> None:
             engine.finalize()
         except LLMException as error:
             log.warn("could not finalize cluster %s: %s", engine.cluster_id, error)
+    wait_for_feeds()
 
 
 def _forget_all() -> None:
