@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import select
 from collections.abc import Iterable
+from itertools import count
 from threading import Event, Thread
 from typing import Any
 
@@ -21,6 +23,7 @@ from tests.support import lone_user
 from tests.support.forked import python
 
 NAME = "cmpl-11"
+DEADLINE_S = 30.0
 
 
 @pytest.fixture
@@ -157,34 +160,41 @@ def test_a_transfer_in_flight_has_its_own_result(make_worker: MakeWorker) -> Non
     producer, consumer = make_worker(1), make_worker(2, transfers=Transfers(1, gate.wrap))
     producer.finish(0, 11, [4, 9, 2], 21)
     consumer.exchange.fetch("mine", reference([producer.source], 0, 11, 21), Target([7, 1, 30]))
-    gate.wait()
-    closing = Thread(target=consumer.exchange.close)
-    closing.start()
-    while not consumer.exchange._movers._pool._shutdown:  # until `close` waits for the transfer
-        select.select([], [], [], 0.001)
-    gate.open()
-    closing.join()
-    assert [result.error for result in consumer.exchange.take_results()] == [None]
+    closing, number = Thread(target=consumer.exchange.close), count()
+    try:
+        gate.wait()
+        closing.start()
+        # `close` waits for the transfer when later requests are refused.
+        late = reference([producer.source], 1, 12, 21, transfer="late")
+        while not any(failed(item, "is closed") for item in consumer.exchange.take_results()):
+            consumer.exchange.fetch(f"late {next(number)}", late, Target([4]))
+            consumer.exchange.wait(1)
+    finally:
+        gate.open()
+    closing.join(DEADLINE_S)
+    (result,) = [item for item in consumer.exchange.take_results() if item.request == "mine"]
+    assert result.error is None
     assert consumer.has(11, [7, 1, 30], 0, 21)
     gate.close()
 
 
-def test_messages_that_arrive_during_the_close_are_dropped(
-    pair: tuple[Worker, Worker], caplog: pytest.LogCaptureFixture
-) -> None:
-    """An answer to one of them would be a task that never ends, which asyncio reports."""
+def test_messages_that_arrive_during_the_close_are_dropped(pair: tuple[Worker, Worker]) -> None:
+    """An answer to one of them would be a task that never ends."""
     producer, consumer = pair
     arrived = Event()
     producer.exchange._call(arrived.wait)
-    hello = encode(Hello({}, INSTANCE, answer=False))
-    for _ in range(64):
-        consumer.engine.notify(1, hello)
     closing = Thread(target=producer.exchange.close)
-    closing.start()
-    arrived.set()
-    closing.join()
-    gc.collect()
-    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
+    try:
+        hello = encode(Hello({}, INSTANCE, answer=False))
+        for _ in range(64):
+            consumer.engine.notify(1, hello)
+        closing.start()
+    finally:
+        arrived.set()
+    closing.join(DEADLINE_S)
+    tasks = [item for item in gc.get_objects() if isinstance(item, asyncio.Task)]
+    assert tasks
+    assert [task for task in tasks if task.get_loop().is_closed() and not task.done()] == []
 
 
 def test_a_fetch_after_the_close_fails(pair: tuple[Worker, Worker]) -> None:
@@ -320,7 +330,7 @@ def test_requests_of_an_exchange_whose_thread_fails_have_a_result(
 
 def test_a_fetch_without_a_thread_is_not_moved_after_its_result() -> None:
     program = """
-        from tests.serving.worker import INSTANCE, Worker, reference
+        from tests.serving.worker import Worker, reference
         from tests.support.lone_user import allow_threads, become
 
         producer, consumer = Worker(1), Worker(2)
