@@ -202,6 +202,7 @@ def test_a_source_is_paused_as_often_as_the_peer_stops_reading() -> None:
         for each in near_far:
             each.setblocking(False)
         near, far = near_far
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         source = Source()
         stream = Stream(lambda _: None, lambda _: None)
         stream.other = cast(Stream, source)
@@ -224,6 +225,8 @@ def test_bytes_that_find_room_again_do_not_overtake_queued_ones() -> None:
     async def run() -> None:
         loop, (near, far) = asyncio.get_running_loop(), socket.socketpair()
         near.setblocking(False)
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        far.settimeout(DEADLINE_S)
         stream = Stream(lambda _: None, lambda _: None)
         stream.other = cast(Stream, Source())
         stream.attach(near)

@@ -381,12 +381,14 @@ def test_notifications_in_the_background_leave_nothing() -> None:
         before = ended_tasks()
         for _ in range(50):
             sender.send_later(sender.defer(), lambda: channel, b"1", 60)
-            while not receiving.wire:
-                await asyncio.sleep(0)
+            async with asyncio.timeout(DEADLINE_S):
+                while not receiving.wire:
+                    await asyncio.sleep(0)
             receiving.take()
         await sent(sender, receiving)
         receiving.take()
-        await receiving.calls.pop()  # after all earlier ones
+        async with asyncio.timeout(DEADLINE_S):
+            await receiving.calls.pop()  # after all earlier ones
         sender.end(None)
         receiving.end()
         assert receiving.arrived == [1] * 51

@@ -6,7 +6,6 @@ import ctypes
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -147,15 +146,18 @@ def test_a_living_forked_child_does_not_keep_the_file(tmp_path, fork):
     path = tmp_path / "a.kvrec"
     with recorder(path) as writer:
         record(writer, PLAN, "first")
+        reading, writing = os.pipe()
         if not (child := fork()):
-            signal.pause()  # until the parent has recorded again
+            os.close(writing)
+            os.read(reading, 1)  # until the parent has recorded again, or ended
             os._exit(0)
     try:
         with recorder(path) as writer:
             record(writer, PLAN, "second")
     finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        os.close(writing)
+        assert os.waitpid(child, 0)[1] == 0
+        os.close(reading)
     assert tags(path) == ["second"]
 
 

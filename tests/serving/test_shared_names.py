@@ -83,10 +83,12 @@ def test_a_push_is_known_until_it_has_stopped(make_worker: MakeWorker) -> None:
     pusher._pushes["a"][2, 0].tasks.append((cast("LayerTask", reading), 8))
     removing = threading.Thread(target=pusher.remove, args=(2, "a"))
     removing.start()
-    assert reading.cancelled.wait(60)
-    assert not pusher.end("a")
-    reading.let_go.set()
-    removing.join()
+    try:
+        assert reading.cancelled.wait(60)
+        assert not pusher.end("a")
+    finally:
+        reading.let_go.set()
+    removing.join(60)
     assert pusher.end("a")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from time import monotonic
 from types import SimpleNamespace as Of
 from typing import Any, ClassVar, cast
 
@@ -14,6 +15,7 @@ from tests.vllm.worker import CpuTensor
 
 VLLM = install()
 BLOCKS, BLOCK_TOKENS = 8, 32
+DEADLINE_S = 60.0
 RANKS = Of(tensor=0, tensors=1, stage=0, copy=0)
 """The place of this process among vLLM's workers."""
 LAYERS = [f"model.layers.{number}.attn" for number in range(2)]
@@ -169,7 +171,9 @@ class Engine:
 
     def results(self, wanted: str) -> Any:
         """Repeat idle steps until one has wanted results, which the scheduler gets, too."""
+        deadline = monotonic() + DEADLINE_S
         while not getattr(results := self.worker.get_transfer_results(set()), wanted):
+            assert monotonic() < deadline, wanted
             self.step()
         self.scheduler.update_connector_output(results)
         return results

@@ -32,7 +32,9 @@ def python(
     code: str, program: str | Path = sys.executable, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **(environment or {})}
-    return subprocess.run([program, "-c", code], cwd=ROOT, capture_output=True, text=True, env=env)
+    return subprocess.run(
+        [program, "-c", code], cwd=ROOT, capture_output=True, text=True, env=env, timeout=120
+    )
 
 
 def test_the_package_is_imported_without_vllm() -> None:

@@ -238,22 +238,23 @@ def test_a_host_that_does_not_answer_is_not_waited_for(
 ) -> None:
     """The connection never opens, as behind a firewall; a prompt and an answer may take long."""
 
-    async def run() -> None:
+    async def answers(connect_s: float) -> bool:
+        """Ask with a limit for connections, which a stalled machine may also miss."""
+        monkeypatch.setattr("kvplan.vllm.proxy._CONNECT_S", connect_s)
         servers = Pretended()
         with (
             socket.create_server(("127.0.0.1", 0), backlog=0) as silent,
             socket.create_connection(silent.getsockname()),  # the queue of `silent` is full
         ):
-            monkeypatch.setattr("kvplan.vllm.proxy._CONNECT_S", 0.2)
             sides: Any = {"prefill": [servers.prefill], "decode": [servers.decode]}
             sides[side].insert(0, f"http://127.0.0.1:{silent.getsockname()[1]}")
             async with proxy_over(**sides) as client, asyncio.timeout(DEADLINE_S / 2):
-                assert await client.post() == WHOLE
+                answer = await client.post()
                 async with client.session.get(f"{client.url}/health") as response:
-                    assert [*(await response.json()).values()].count(False) == 1
-        assert servers.names() == ["prefill", "decode"]
+                    healthy = [*(await response.json()).values()]
+        return (answer, healthy.count(False), servers.names()) == (WHOLE, 1, ["prefill", "decode"])
 
-    asyncio.run(run())
+    assert any(asyncio.run(answers(connect_s)) for connect_s in (0.2, 2.0))
 
 
 def test_a_decode_server_that_failed_is_asked_last() -> None:
