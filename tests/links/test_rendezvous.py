@@ -327,7 +327,7 @@ def test_an_engine_of_another_communicator_of_that_name_is_refused(
         end.links.comm_link("name", {1: 0, 2: 0})
     other.links.comm_link("name", {1: 0, 3: 0})
     assert [settle(end, 1) for end in (one, two)] == [OK, OK]
-    line = other.log.wait_for_line(" cluster=3 ")  # the only one, in spite of all its attempts
+    line = other.log.wait_for_line(" cluster=3 ")
     assert line.startswith("WARNING comm cluster=3 comm_id=1 ")
     assert "state=FAILED" in line
     assert "is not linking communicator 'name' with cluster 3" in line.replace("\\", "")

@@ -99,6 +99,7 @@ def test_a_batch_has_the_seconds_of_the_variable_from_its_call_on(
 def test_the_time_of_connecting_is_a_part_of_the_timeout(
     engine: TransferEngine, address: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("MC_TRANSFER_TIMEOUT", raising=False)
     ran, cluster = Mock(), engine._cluster
 
     def slow(name: str) -> int:

@@ -262,6 +262,7 @@ def test_a_recording_that_an_error_has_ended_keeps_its_rows_and_frees_its_file(t
     for thread in threading.enumerate():
         if thread.name == "kvplan-recorder-3":
             thread.join(DEADLINE_S)
+            assert not thread.is_alive()
     assert tags(path) == ["before"]
     with recorder(path) as again:
         record(again, PLAN, "after")
