@@ -6,7 +6,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -17,7 +16,6 @@ from kvplan.serving import Compatibility, Exchange, Handle, Place, PullResult, S
 from kvplan.serving.messages import Grant
 from tests.serving.peer import Peer
 from tests.serving.worker import INSTANCE, Worker, handle, reference
-from tests.support.held import Held
 from tests.support.refusals import refused
 
 MakeWorker = Callable[..., Worker]
@@ -49,18 +47,6 @@ def test_a_request_is_fetched_and_then_free(make_peer: MakePeer, make_worker: Ma
     assert consumer.has(11, [7, 1, 30], 0, 21)
     assert peer.worker.freed() == {"request-11"}
     assert peer.run("result = worker.engine.leases()") == []
-
-
-@pytest.mark.parametrize("endless", [float("inf"), None])
-def test_the_timeout_of_a_wait_is_checked(make_worker: MakeWorker, endless: float | None) -> None:
-    producer, consumer = make_worker(1), make_worker(2)
-    producer.finish(0, 11, [4, 9, 2], 21)
-    for wrong in (-1, float("nan")):
-        with pytest.raises(ValueError, match="timeout_ms="):
-            consumer.exchange.wait(wrong)
-    consumer.exchange.fetch("mine", reference([producer.source], 0, 11, 21), Target([7, 1, 30]))
-    assert consumer.exchange.wait(endless)
-    assert [result.error for result in consumer.exchange.take_results()] == [None]
 
 
 def test_transfers_have_the_name_of_the_request(
@@ -205,24 +191,6 @@ def test_several_stages_are_not_pushed_to(make_worker: MakeWorker) -> None:
             Exchange(item.engine, item.cache, fields, INSTANCE, place=place, push=True)
 
 
-def test_an_argument_of_another_type_is_named(make_worker: MakeWorker) -> None:
-    item = make_worker()
-    right = {
-        "engine": item.engine,
-        "cache": item.cache,
-        "compatibility": Compatibility({}),
-        "instance": INSTANCE,
-    }
-    held = Held.now()
-    for name in (*right, "place", "push", "options"):
-        arguments = cast(Any, {**right, name: 0})
-        with pytest.raises(TypeError, match=f"^{name}=0 must be "):
-            Exchange(**arguments)
-    with pytest.raises(TypeError, match=r"^cache=Cache.* must be CacheGroup"):
-        Exchange(item.engine, cast(Any, [item.cache]), Compatibility({}), INSTANCE)
-    held.check_nothing_new()
-
-
 def test_a_request_fails_if_its_producer_has_other_layers(
     make_peer: MakePeer, make_worker: MakeWorker
 ) -> None:
@@ -346,31 +314,6 @@ def test_an_expired_request_is_freed_soon(make_worker: MakeWorker) -> None:
     short, long = make_worker(lease_ttl_ms=100), make_worker(lease_ttl_ms=800)
     quickest = min(spent(short, request) for request in range(3))
     assert 0.1 <= quickest < spent(long, 0)
-
-
-def test_arguments_of_the_wrong_type_are_refused_by_name(make_worker: MakeWorker) -> None:
-    """No result would follow, or no consumer could ever fetch the request."""
-    worker = make_worker()
-    exchange, target = worker.exchange, Target([7, 1, 30])
-    wanted, wrong = reference([worker.source], 0, 11, 21), cast(Any, 5)
-    for name, call in (
-        ("request", lambda: exchange.fetch(wrong, wanted, target)),
-        ("request", lambda: exchange.expect(wrong, wanted)),
-        ("request", lambda: exchange.drop(wrong, wanted)),
-        ("reference", lambda: exchange.fetch("mine", wrong, target)),
-        ("reference", lambda: exchange.expect("mine", wrong)),
-        ("reference", lambda: exchange.drop("mine", wrong)),
-        ("target", lambda: exchange.fetch("mine", wanted, wrong)),
-        ("target.first_token", lambda: exchange.fetch("mine", wanted, Target([7], cast(Any, 0.5)))),
-        ("request", lambda: exchange.enter(wrong, [1], bytes(16))),
-        ("digest", lambda: exchange.enter("mine", [1], wrong)),
-        ("transfer", lambda: exchange.enter("mine", [1], bytes(16), wrong)),
-        ("handle", lambda: exchange.enter("mine", [1], bytes(16), handle=wrong)),
-    ):
-        with pytest.raises(TypeError, match=rf"^{name}=\S+ must be "):
-            call()
-    assert not exchange.is_fetching
-    assert len(exchange.book) == 0
 
 
 RENEWED_THEN_LATE = """
