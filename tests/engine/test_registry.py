@@ -376,6 +376,16 @@ def test_addresses_are_looked_up_once_when_they_are_registered(registry):
         registry.register(SLOTS, given, paged=False)
 
 
+def test_a_renewed_cache_is_found_by_its_addresses_as_it_is_now(registry):
+    entry = registry.register(SLOTS, tensors(), paged=False)
+    cache_id = entry.cache.cache_id
+    assert [extent.cache for extent in registry.address_index().extents] == [entry] * 2
+    registry.renew([cache_id])
+    renewed = registry.get(cache_id)
+    assert renewed is not entry
+    assert all(extent.cache is renewed for extent in registry.address_index().extents)
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_a_signal_handler_may_unregister_too(registry, same):
     """The handler unregisters the same cache or another one at a line of the interrupted call."""

@@ -4,6 +4,7 @@ import multiprocessing
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +33,33 @@ def test_a_wrong_timeout_is_refused_by_every_call(call, wrong):
             for source in (memory, memory_of("src", src)):
                 with pytest.raises(ValueError, match=r"^timeout_ms=.* must be >= 0 or None"):
                     call(transfers, PLAN, source, memory_of("dst", tensors()), timeout_ms=wrong)
+
+
+class Asked:
+    """Memory of a peer that records how its backend is asked for."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory, self.asked = memory, list[tuple[str, float | None]]()
+
+    def backend(self, pool: Any, direction: Any, other: Any, timeout_ms: float | None) -> Any:
+        self.asked.append((direction, timeout_ms))
+        return self._memory.backend(pool, direction, other, timeout_ms)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+
+@pytest.mark.parametrize("direction", ["get", "put"])
+def test_a_connection_has_the_time_of_the_transfer_in_each_direction(direction):
+    mine = tensors()
+    with Transfers(1) as transfers, LocalTransport() as transport:
+        base = transport.register(mine[0]).address
+        with transport.connect(transport.metadata()) as link:
+            there = Asked(link.memory([base], DESC.tensor_nbytes, writable=True))
+            sides = (there, tensors()) if direction == "get" else (tensors(), there)
+            for timeout_ms in (5000.0, None):
+                transfers.execute(PLAN, *sides, timeout_ms=timeout_ms)
+    assert there.asked == [(direction, 5000.0), (direction, None)]
 
 
 def tensors() -> list[np.ndarray]:
