@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import numpy as np
@@ -205,6 +205,28 @@ def test_the_error_mentions_disabled_renewals(make_side: MakeSide, one: Side) ->
     with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as error:
         kvplan.execute(PULL, later, one.memory)
     assert "a connection cannot be renewed" in str(error.value)
+
+
+def test_the_writes_of_a_closed_link_are_unknown_until_no_connection_is_left() -> None:
+    """The peer may still write over a connection that HCCL has not closed."""
+    none = cast(Any, None)
+    connections = Connections(none, none, none, b"", none, is_hccs=False)
+    assert connections.tickets(7) == frozenset()
+    connections.close(LLMException("unlinked"))
+    for states, expected in (
+        (["closed", "ready"], None),
+        (["ready", "closed"], None),
+        (["closed", "closed"], frozenset()),
+    ):
+        connections._opened_ever = {cast(Any, Opened(state)) for state in states}
+        assert connections.tickets(7) == expected
+
+
+class Opened:
+    """A connection in a state of HCCL."""
+
+    def __init__(self, state: str) -> None:
+        self.state = state
 
 
 def test_a_renewal_that_finds_no_thread_is_tried_again() -> None:

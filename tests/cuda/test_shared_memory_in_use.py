@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,11 +16,24 @@ from kvnative._backend import KVN_UNMAPPED, ThreadPool
 from kvnative._cuda import CopyTuning, tune_copies
 from kvnative._executor import Executor
 from kvnative._lower import lower
-from kvplan import Transfers
+from kvplan import Rows, Transfer, Transfers
 from kvplan.device.device import CopyDirection
+from kvplan.device.memory import DeviceMemory
 from kvplan.execution import HostMemory
 from tests.ascend.simulator import Log
-from tests.cuda.side import NBYTES, PULL, PUSH, Other, Side, Whose, blocks, expected, pattern, zeros
+from tests.cuda.side import (
+    NBYTES,
+    PULL,
+    PUSH,
+    Other,
+    Side,
+    Whose,
+    blocks,
+    desc,
+    expected,
+    pattern,
+    zeros,
+)
 from tests.cuda_sim.simulator import CudaControls
 from tests.datadist.layers import wait_until
 from tests.device.compute import Compute, compute_on, handle_of
@@ -136,6 +150,21 @@ class TestInFlight:
                     done.result()
             finally:
                 cuda_simulator.set("latency_us", 0)
+
+    @pytest.mark.parametrize("owners", [("kvplan", "program"), ("program", "kvplan")])
+    def test_memory_of_both_owners_is_read_in_one_transfer(
+        self, side: Side, other: Other, owners: tuple[Whose, Whose]
+    ) -> None:
+        """The transfer is announced, because the owner waits for reads of one of them."""
+        there = [other.call("offer", whose, 1 + i) for i, whose in enumerate(owners)]
+        cache = replace(desc(), num_tensors=2)
+        plan = kvplan.plan(Transfer(Rows(cache, [1, 6, 0]), Rows(cache, [0, 3, 7])), local="dst")
+        here = [zeros(side), zeros(side)]
+        with side.transport.connect(other.call("metadata")) as link:
+            memory = DeviceMemory.from_addresses(side.device, cache, here, owner=side)
+            kvplan.execute(plan, link.memory(there, NBYTES), memory)
+        for i, address in enumerate(here):
+            np.testing.assert_array_equal(blocks(side.contents(address)), expected(1 + i))
 
     @pytest.mark.parametrize("inside", [True, False], ids=["device", "pageable memory"])
     def test_an_owner_waits_only_for_work_on_the_stream(

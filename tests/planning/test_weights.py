@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvplan import DataType, LLMException, Plan, reference
 from kvplan.planning.weights import WeightPlacement, load_placement, plan_reshard
 from tests.planning.placements import SPLIT, fragment, local, manifest, rank, weights
+from tests.support.refusals import refused
 
 Document = dict[str, Any]
 
@@ -75,6 +76,19 @@ def test_a_tensor_may_be_split_along_another_dimension(
     source, target = manifest(4, split=rows), manifest(2, split=columns)
     plans = resharded(source, target, tmp_path, weights(rows))
     assert [part.source for part in plans["d0-p0-t1"].parts] == [0, 1, 2, 3]
+
+
+def test_boxes_that_are_not_neighbours_in_any_order_may_not_overlap(tmp_path: Path) -> None:
+    """All of them hold as many elements as the tensor has."""
+    split: dict[str, tuple[tuple[int, ...], int | None]] = {"w": ((4, 4), None)}
+    document = manifest(1, split=split)
+    document["parts"][0]["fragments"] = [
+        fragment("w", (0, 0), (4, 2), rank()),
+        fragment("w", (1, 2), (2, 2), rank()),
+        fragment("w", (2, 0), (2, 2), rank()),
+    ]
+    with refused("LLM_PARAM_INVALID", r"\[0:4, 0:2\] and \[2:4, 0:2\] overlap"):
+        plan_reshard(loaded(document, tmp_path), loaded(manifest(1, split=split), tmp_path))
 
 
 def test_replicas_share_the_work(tmp_path: Path) -> None:

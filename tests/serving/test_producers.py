@@ -35,13 +35,36 @@ class Engine:
         raise LLMException(text, status_code=LLMStatusCode.LLM_LINK_FAILED)
 
 
-def producers_of(engine: Engine) -> Producers:
+class Greeted(Engine):
+    """An engine with a link to a process that answers each greeting at once."""
+
+    producers: Producers
+
+    def __init__(self, link: Any) -> None:
+        super().__init__()
+        self.greeted: list[str] = []
+        self._link = link
+
+    async def link_clusters_async(self, clusters: Sequence[ClusterInfo], timeout_ms: int) -> Any:
+        already = LLMException("linked", status_code=LLMStatusCode.LLM_ALREADY_LINK)
+        return LinkResults([LinkResult(SOURCE.cluster_id, already.status_code, already)])
+
+    def links(self) -> list[Any]:
+        return [self._link]
+
+    async def notify_async(self, *_: object, **__: object) -> None:
+        self.greeted.append(self._link.instance)
+        process = f"process {self._link.instance}".encode()
+        self.producers.answered(SOURCE.cluster_id, Hello({}, process, answer=True))
+
+
+def producers_of(engine: Engine, threads: Any = None) -> Producers:
     return Producers(
         cast(LlmDataDist, engine),
         Hello({}, b"consumer", answer=False),
         Compatibility({}),
         options=ExchangeOptions(),
-        threads=cast(Any, None),
+        threads=threads,
         is_asking=lambda _: False,
     )
 
@@ -90,24 +113,9 @@ def test_each_engine_of_a_producer_is_greeted_once() -> None:
     link = SimpleNamespace(
         cluster_id=SOURCE.cluster_id, state=LinkState.LINKED, instance="1", address=SOURCE.address
     )
-    greeted: list[str] = []
-
-    class Linked(Engine):
-        async def link_clusters_async(
-            self, clusters: Sequence[ClusterInfo], timeout_ms: int
-        ) -> Any:
-            already = LLMException("linked", status_code=LLMStatusCode.LLM_ALREADY_LINK)
-            return LinkResults([LinkResult(SOURCE.cluster_id, already.status_code, already)])
-
-        def links(self) -> list[Any]:
-            return [link]
-
-        async def notify_async(self, *_: object, **__: object) -> None:
-            greeted.append(link.instance)
-            process = f"process {link.instance}".encode()
-            producers.answered(SOURCE.cluster_id, Hello({}, process, answer=True))
-
-    producers = producers_of(Linked())
+    engine = Greeted(link)
+    greeted, producers = engine.greeted, producers_of(engine)
+    engine.producers = producers
 
     async def greet() -> None:
         await producers.greet(SOURCE, b"process 1")
@@ -152,3 +160,25 @@ def test_a_stopped_producer_does_not_keep_others_from_freeing_a_request() -> Non
         sending.cancel()
 
     asyncio.run(ended())
+
+
+def test_an_engine_whose_link_has_ended_meanwhile_is_replaced() -> None:
+    """Another process of the cluster is linked, and leaves before it is unlinked."""
+    link = SimpleNamespace(
+        cluster_id=SOURCE.cluster_id, state=LinkState.LINKED, instance="1", address="127.0.0.1:2"
+    )
+
+    class Leaving(Greeted):
+        def unlink_clusters(self, clusters: Sequence[int], timeout_ms: int) -> LinkResults:
+            link.instance, link.address = "2", SOURCE.address
+            gone = LLMException("not linked", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
+            return LinkResults([LinkResult(clusters[0], gone.status_code, gone)])
+
+    class Threads:
+        async def run(self, cluster_id: int, function: Any) -> Any:
+            return function()
+
+    engine = Leaving(link)
+    engine.producers = producers_of(engine, threads=Threads())
+    asyncio.run(engine.producers.greet(SOURCE, b"process 2"))
+    assert engine.greeted == ["1", "2"]
