@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from kvplan import BlocksCacheKey, CacheDesc, ClusterInfo, DataType, LlmDataDist, LlmRole
+from kvplan.cli import main
 from kvplan.cli.top import checked, compared, rendered
 from kvplan.control.status_socket import Answer, read_all
 from tests.cli.test_command import command
@@ -383,6 +384,41 @@ def test_each_rate_is_of_its_own_engine_peer_and_kind() -> None:
     assert linked == [(0.0, 0.0, 0.0), (1.0, 10.0, 100.0)]
     assert (third.rates.operations, third.rates.failed, len(third.links)) == (0, 0, 1)
     assert third.links[0].operations == 0
+
+
+def test_the_median_is_of_the_transfers_of_all_operations() -> None:
+    rows = {"pull_blocks": counted(6, 0, 0, 6), "push_blocks": counted(5, 0, 0, 0)}
+    for order in (rows, dict(reversed(rows.items()))):
+        (engine,) = compared([said(1, 1, {})], [said(2, 1, order)])
+        assert (engine.rates.median_us, engine.rates.slowest_us) == (10.0, 1e6)
+
+
+def test_pages_show_the_engines_that_are_asked_for_since_the_page_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cluster 0 is asked for; the last two pages have the same counts."""
+    looks = [
+        [
+            Answer(50, document(seconds=seconds, cluster_id=cluster_id, operations=rows), "")
+            for cluster_id in (0, 5)
+        ]
+        for seconds, rows in (
+            (1.0, {}),
+            (2.0, {"pull_blocks": counted(700, 0, 0, 700)}),
+            (3.0, {"pull_blocks": counted(700, 0, 0, 700)}),
+        )
+    ]
+
+    def answers() -> list[Answer]:
+        if not looks:
+            raise KeyboardInterrupt
+        return looks.pop(0)
+
+    monkeypatch.setattr("kvplan.cli.top.read_all", answers)
+    assert main(["top", "--cluster", "0", "--interval", "0.1"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "serve.py" in line]
+    clusters, rates = ([row[column] for row in rows] for column in (1, 11))
+    assert (clusters, rates) == (["0"] * 3, ["0", "700", "0"])
 
 
 @pytest.mark.parametrize(("fast", "slow", "median"), [(5, 5, 10.0), (4, 6, 1e6), (0, 0, None)])
