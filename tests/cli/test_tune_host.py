@@ -93,6 +93,16 @@ def test_caches_of_another_size(cache_mib: int, bypass_mib: int) -> None:
     assert found.tuning == BUILTIN._replace(bypass_nbytes=bypass_mib * MIB)
 
 
+def test_the_caches_are_bypassed_from_the_size_on_that_gains_at_every_larger_one() -> None:
+    """A gain below a size that loses does not count."""
+
+    def ns(nbytes: int, tuning: Tuning) -> float:
+        bypasses = nbytes >= tuning.bypass_nbytes
+        return nbytes / (15 if bypasses == (nbytes == 8 * MIB) else 25)
+
+    assert Machine(ns).tuned().tuning.bypass_nbytes == 16 * MIB
+
+
 def test_a_clearly_faster_tuning_is_used() -> None:
     def ns(nbytes: int, tuning: Tuning) -> float:
         faster = 0.8 if tuning.piece_nbytes == 1 << 20 else 1.0
