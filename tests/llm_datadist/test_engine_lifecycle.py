@@ -421,8 +421,9 @@ def test_switch_role(make_datadist: MakeDataDist) -> None:
         datadist.switch_role(None)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         datadist.switch_role(LLMRole.MIX, [])  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        datadist.switch_role(LLMRole.MIX, {LISTEN: 1})  # type: ignore[dict-item]
+    for wrong in (1, None):
+        with pytest.raises(TypeError):
+            datadist.switch_role(LLMRole.MIX, {LISTEN: wrong})  # type: ignore[dict-item]
     with refused("LLM_PARAM_INVALID"):
         datadist.switch_role(LLMRole.MIX, {LISTEN: "x"})
     assert engine._role.name == "MIX"

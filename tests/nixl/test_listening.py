@@ -113,6 +113,22 @@ def test_metadata_of_some_memory_is_given_to_a_listening_thread() -> None:
     until(lambda: not any("socket" in what for _, what in before.new().descriptors))
 
 
+@pytest.mark.parametrize("given", [(), (False,), (True,)])
+def test_the_address_of_an_agent_is_sent_only_if_it_is_asked_for(given: tuple[bool, ...]) -> None:
+    agent, memory = nixl_agent("giving"), np.zeros(KIB, np.uint8)
+    held = agent.register_memory([(memory.ctypes.data, KIB, 0, "")], "DRAM")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        agent.send_partial_agent_metadata(held, *given, ip_addr=address[0], port=address[1])
+        server.settimeout(30)
+        connection, _ = server.accept()
+        with connection:
+            sent = receive(connection)
+    assert sent == b"put " + agent.get_partial_agent_metadata(held, any(given))
+    assert agent.get_partial_agent_metadata(held, True) != agent.get_partial_agent_metadata(held)
+    agent.agent.close()
+
+
 class _AskedAtOnce(nixlAgent):
     """An agent whose listening thread gets requests before the constructor goes on."""
 

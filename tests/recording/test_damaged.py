@@ -147,6 +147,26 @@ def test_rows_with_any_values_are_refused_or_read(tmp_path, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_a_transfer_of_negative_length_is_refused(tmp_path):
+    path, damaged = tmp_path / "a.kvrec", tmp_path / "damaged.kvrec"
+    with recorder(path) as writer:
+        record(writer, PLAN, "a")
+    rows = rows_of(path.read_bytes())
+    (length,) = (transfer.seconds for transfer in read(path).transfers)
+    places = [(row, place) for row in rows for place in leaves(row) if at(row, place) == length]
+    assert places
+    for row, place in places:
+        *outer, last = place
+        functools.reduce(operator.getitem, outer, row)[last] = -length
+    damaged.write_bytes(MAGIC + b"".join(framed(map(msgspec.msgpack.encode, rows))))
+    with refused("LLM_PARAM_INVALID", "is damaged: its time is"):
+        read(damaged)
+
+
+def at(row, place):
+    return functools.reduce(operator.getitem, place, row)
+
+
 def test_a_file_that_is_not_a_recording_is_refused(tmp_path):
     other = tmp_path / "notes.txt"
     other.write_text("my notes, of which there are many\n")
