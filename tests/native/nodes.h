@@ -18,7 +18,7 @@
 #define MIB (UINT64_C(1) << 20)
 #define ON(node, offset) (((uint64_t)(node) + 1) << 40 | (offset))
 
-enum { FIRST = 5, SECOND = 2, THIRD = 9, ABSENT = 100, ELSEWHERE = 101 }; /* numbers of nodes, as in ON */
+enum { FIRST = 0, SECOND = 5, THIRD = 2, ABSENT = 100, ELSEWHERE = 101 }; /* numbers of nodes, as in ON */
 enum { MOST = 4096 };
 
 /* ---- answers of the kernel ---- */

@@ -84,6 +84,7 @@ static void every_byte_is_claimed_once(void)
 {
     static const int numbers[] = {FIRST, SECOND, THIRD, ABSENT, ELSEWHERE};
     static uint64_t claimed[MOST];
+    char words[80];
     kvn_numa *numa = numa_of(3);
 
     for (int round = 0; round < 2000; round++) {
@@ -116,6 +117,8 @@ static void every_byte_is_claimed_once(void)
         kvn_job_abandon(&job);
         CHECK(!kvn_job_has_unclaimed(&job));
         kvn_job_finish(&job);
+        snprintf(words, sizeof words, " of %llu bytes were moved, ", (unsigned long long)total);
+        CHECK(job.report->status == KVN_OK || strstr(job.report->message, words));
         for (uint64_t at = 0; at < batch.count; at++) {
             bool is_confirmed = true;
             for (uint32_t i = 0; i < job.report->num_unconfirmed; i++)
