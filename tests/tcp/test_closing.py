@@ -88,6 +88,23 @@ class TestByThePeer:
         assert report.unconfirmed == ((0, len(SPANS)),)
 
 
+@directions
+@pytest.mark.parametrize("index", range(3))
+def test_a_link_that_this_end_closes_ends_what_each_of_its_connections_moves(
+    service: TcpService, peer: TcpPeer, local: Bytes, direction: str, index: int
+) -> None:
+    """The transfer has ended when `close` returns, although the peer is stopped."""
+    link = peer.link(service, connections=3)
+    with Executor(
+        backend_of(link, direction, peer.base, peer.memory.nbytes, index=index)
+    ) as executor:
+        peer.stop()
+        task = executor.submit(peer.descriptors(direction, local, SPANS))
+        link.close("this end has closed the link")
+        report = task.wait(0)
+        assert (report.status, report.message) == (KVN_PEER_GONE, "this end has closed the link")
+
+
 def test_the_end_of_one_connection_ends_all(service: TcpService, steady_peer: TcpPeer) -> None:
     link = steady_peer.link(service, connections=3)
     steady_peer.run("result = links[-1].connections")
