@@ -237,6 +237,34 @@ def test_a_region_that_is_unbound_without_a_context_is_not_bound(
         connection.close()
 
 
+def test_after_a_failed_call_the_other_memory_of_a_communicator_is_released(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with two_ends(tmp_path_factory.mktemp("kvsim"), A950) as ends:
+        connection = ends.connect(NBYTES)
+        ends.log.restart()
+        ends[0].fault("HcclDisableMemAccess:1=4")
+        with pytest.raises(RemoteError, match="HcclDisableMemAccess: 4 "):
+            ends[0].close(connection.name)
+        calls = [call.name for call in ends.log.calls(pid=ends[0].peer.pid)]
+        assert calls.count("HcclDisableMemAccess") == 2
+        ends[1].close(connection.name)
+
+
+def test_a_region_that_could_not_be_bound_without_a_context_can_be_deregistered(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with two_ends(tmp_path_factory.mktemp("kvsim"), A2) as ends:
+        name = ends.open()
+        addresses = address, _ = ends.memory(NBYTES)
+        ends[0].fault("aclrtSetCurrentContext:1=107002")
+        with pytest.raises(RemoteError, match="aclrtSetCurrentContext: 107002 "):
+            ends[0].bind(name, address)
+        ends[0].deregister(address)
+        ends[0].region(address)
+        ends.take_back(name, addresses)
+
+
 @pytest.mark.parametrize(
     "product", [A2, pytest.param(A950, marks=pytest.mark.slow)], ids=["A2", "950"]
 )
