@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,7 +12,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvplan import LLMStatusCode
-from kvplan.transport.hccl.addresses import DeviceAddress, read_local_comm_res, table_of, why_not
+from kvplan.device import ascend
+from kvplan.transport.hccl.addresses import (
+    DeviceAddress,
+    device_address,
+    read_local_comm_res,
+    table_of,
+    why_not,
+)
 from tests.support.refusals import refused
 
 A2 = {
@@ -229,6 +237,27 @@ def test_devices_of_one_super_pod_need_no_addresses() -> None:
 def test_an_address_that_only_one_side_knows_is_used_by_neither() -> None:
     here, there = DeviceAddress("1.0", "a", "0", "1.1.1.1"), DeviceAddress("1.0", "a", "1")
     assert "device_ip" not in table_of(here, there).text
+
+
+@pytest.mark.parametrize(("pod", "number"), [(-1, 7), (3, -1), (-1, -1), (0, 0)])
+def test_a_device_without_a_number_in_a_super_pod_is_in_none(pod: int, number: int) -> None:
+    native = SimpleNamespace(physical_id=5, attribute={405: pod, 403: number}.get)
+    device: Any = SimpleNamespace(native=native, product=ascend.A3, name="Ascend910_9391")
+    found = device_address(device, "")
+    in_pod = (pod, number) == (0, 0)
+    assert (found.version, found.device_id) == ("1.2" if in_pod else "1.0", "5")
+    numbers = ("0", "0") if in_pod else (None, None)
+    assert (found.super_pod_id, found.super_device_id) == numbers
+
+
+@pytest.mark.parametrize("product", [ascend.A2, ascend.A3, ascend.A950, None])
+def test_only_devices_of_a2_have_no_super_pod(product: ascend.Product | None) -> None:
+    device: Any = SimpleNamespace(product=product, name="Ascend910B1")
+    if product is ascend.A2:
+        with refused("LLM_PARAM_INVALID", "version is '1.2'; it must be '1.0' for Ascend910B1"):
+            device_address(device, json.dumps(A3))
+    else:
+        assert device_address(device, json.dumps(A3)).super_pod_id == "0"
 
 
 def test_one_host_in_two_pods_is_refused() -> None:

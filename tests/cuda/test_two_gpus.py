@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 import kvplan
+from kvnative._backend import ThreadPool
 from kvplan import (
     BlocksCacheKey,
     CacheDesc,
@@ -27,13 +28,17 @@ from kvplan import (
 )
 from kvplan.device.cuda import CudaDevice
 from kvplan.device.memory import DeviceMemory
+from kvplan.transport.protocol import DeviceRange
+from kvplan.transport.tcp.transport import TcpTransport
 from tests.ascend.simulator import Log
 from tests.cuda.side import Other, Side, Whose, pattern
 from tests.cuda_sim.simulator import CudaControls
 from tests.device.engines import DEVICE, HOST, contents
 from tests.support.refusals import refused
+from tests.transport.tcp.peer import linked
 
 BLOCKS, BLOCK = 4096, 256
+KIB = 1 << 10
 NBYTES = BLOCKS * BLOCK
 MANY = CacheDesc(1, (BLOCKS, BLOCK), DataType.DT_UINT8, Placement.DEVICE)
 SCATTERED = np.random.default_rng(3).permutation(BLOCKS)
@@ -315,6 +320,29 @@ class TestEnginesOfOneProcess:
                 found = engines["cuda"].arrays(there, copy=True)
                 assert np.array_equal(found[1][2], contents(1)[1][5])
         gc.collect()
+
+    def test_memory_of_another_gpu_does_not_move_over_tcp(
+        self, cuda_simulator: CudaControls
+    ) -> None:
+        """The buffers of the link are those of the engine's own GPU."""
+        with ExitStack() as held:
+            own, other = (held.enter_context(closing(CudaDevice(number))) for number in range(2))
+            one, two = (held.enter_context(TcpTransport(device=own)) for _ in range(2))
+            there = own.allocate(KIB)
+            two.register(DeviceRange(there.address, KIB, there))
+            link, other_end = linked(one, two)
+            held.callback(other_end.close)
+            held.callback(link.close)
+            memory, pool = link.memory([there.address], KIB), ThreadPool(1)
+            for device in (own, other):
+                buffer = device.allocate(KIB)
+                desc = CacheDesc(1, (1, KIB), DataType.DT_UINT8)
+                here = DeviceMemory.from_addresses(device, desc, [buffer.address], owner=buffer)
+                if device is own:
+                    assert memory.backend(pool, "get", here, None) is not None
+                else:
+                    with refused("LLM_FEATURE_NOT_ENABLED", "the engine .* has device 0: use the"):
+                        memory.backend(pool, "get", here, None)
 
     def test_two_slices_of_one_card_are_two_gpus(self, cuda_simulator: CudaControls) -> None:
         """With MIG, both slices have the UUID of the card, and each has one of its own."""

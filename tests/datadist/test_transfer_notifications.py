@@ -444,7 +444,8 @@ def test_a_limited_wait_for_a_task_is_not_prolonged_by_its_notification(
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
     user.pull_blocks(BLOCKS, cache, [0], [0])
-    pull = Transfer(Rows(BLOCKS, [0]), Rows(cache, [2]))
+    layers = KvCacheExtParam(tensor_num_per_layer=1)
+    pull = Transfer(Rows(BLOCKS, [0]), Rows(cache, [2]), layers=layers)
     peer.stop()
     for verb, transfer in ((user.submit, pull), (user.layered, {"kv": pull})):
         task = verb(transfer, notify=b"late")

@@ -271,6 +271,22 @@ def test_layers_with_an_unknown_number_of_tensors_are_refused(
         task.wait()
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_number_of_tensors_must_be_known_for_each_cache_of_a_group(
+    user: LlmDataDist, count: int
+) -> None:
+    caches = [user.allocate_blocks_cache(CacheDesc(4, (4, 64), DataType.DT_INT32))] * 2
+    source, target = (Rows(cache, [block]) for block, cache in enumerate(caches))
+    known = Transfer(source, target, layers=KvCacheExtParam(tensor_num_per_layer=1))
+    transfers = dict.fromkeys(["a", "b"][: count - 1], known) | {"last": Transfer(source, target)}
+    with refused(INVALID, "tensor_num_per_layer=None, .* number of tensors per layer"):
+        user.layered(transfers)
+    task = user.layered(transfers | {"last": known})
+    assert task.layers == tuple(range(4))
+    ready(task)
+    task.wait()
+
+
 def test_the_layers_of_the_source_hold_if_bytes_are_reinterpreted(
     user: LlmDataDist, peer: Peer
 ) -> None:

@@ -183,6 +183,12 @@ def test_the_heads_of_a_rank() -> None:
             rank_heads(*wrong)
 
 
+def test_a_state_that_ranks_share_counts_the_heads_of_the_model() -> None:
+    state = recurrent_cache([np.zeros((2, 1, 4, 8), np.float16)], 2, 3, 4).desc
+    assert state.shard is not None
+    assert (state.shard.heads, state.shard.num_heads) == (range(1, 2), 2)
+
+
 def test_states_of_another_shape_are_refused() -> None:
     columns = {"x": Columns(8, 4), "B": Columns(1, 6)}
     with refused(
