@@ -46,10 +46,10 @@ void make_memory(void);
 void change_registration(void);
 void check_memory(void);
 bool is_all(const uint8_t *from, uint8_t byte, size_t nbytes);
-/* Fills memory that is not registered. No frame has so many of this byte in a row. */
+/* Check that an answer has fewer than 16 of `byte`, which fills unregistered memory, in a row. */
 void check_not_told(const uint8_t *bytes, size_t nbytes, uint8_t byte);
 
-/* Add a request to begin with. */
+/* Add the request in a file to those that are changed. */
 void read_file(const char *name);
 void next_request(frame *out);
 void change(frame *it);
