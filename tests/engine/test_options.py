@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -238,3 +240,15 @@ def test_one_option_by_two_keys_has_one_value():
         "LLM_PARAM_INVALID", "ge.exec.deviceId='3' and llm.DeviceId='2' are the same option"
     ):
         Options.of({"llm.DeviceId": "2", "ge.exec.deviceId": "3"})
+
+
+@pytest.mark.parametrize("size", [0, 1, 1 << 20, (1 << 20) + 1])
+def test_a_resource_file_has_from_one_byte_to_a_mib(tmp_path: Path, size: int) -> None:
+    file = tmp_path / "resources.json"
+    file.write_bytes(bytes(size))
+    config = json.dumps({"local_comm_res_path": str(file)})
+    if 0 < size <= 1 << 20:
+        assert Options(global_resource_config=config).global_resource_config == config
+    else:
+        with refused("LLM_PARAM_INVALID", rf"of \[1, 1048576\] bytes; it has {size}"):
+            Options(global_resource_config=config)
