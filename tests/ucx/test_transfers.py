@@ -146,6 +146,23 @@ class TestRegistrations:
         peer.run(f"board.release{kept}")
         peer.fill()
 
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    def test_a_descriptor_of_a_layer_is_named_by_its_place_in_the_transfer(
+        self, peer: UcxPeer, endpoint: UcxEndpoint, local: Bytes, direction: str
+    ) -> None:
+        kept, ended = peer.take(), peer.take()
+        ranges = [(0, 8 << 20, kept), (8 << 20, 8 << 20, ended)]
+        spans = [(4096 * i, (8 << 20) * (i == 5) + 4096 * i, 4096) for i in range(6)]
+        with Executor(peer.backend(endpoint, direction, ranges)) as executor:
+            peer.run(f"board.release{ended}")
+            task = executor.layered(peer.descriptors(direction, local, spans), 2)
+            for layer in range(3):
+                task.open(layer)
+            report = task.wait(TIMEOUT_MS)
+        assert (report.status, report.failed) == (KVN_UNMAPPED, 5)
+        peer.run(f"board.release{kept}")
+        peer.fill()
+
     def test_an_end_during_the_transfer_fails_it(
         self, peer: UcxPeer, endpoint: UcxEndpoint, local: Bytes
     ) -> None:
