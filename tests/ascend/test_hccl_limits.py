@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ import pytest
 from kvnative._acl import AclLibrary
 from kvnative._backend import KVN_OK
 from kvnative._hccl_memory import HcclLibrary
-from kvplan import LLMStatusCode
+from kvplan import LLMException, LLMStatusCode
+from kvplan.transport.hccl.device import MAX_SLOTS, GenerationTable
 from tests.ascend.hccl_end import NORESERVE
 from tests.ascend.hccl_ends import A2, Ends, two_ends
 from tests.ascend.hccl_side import link_both, on_a_host_of_its_own
@@ -147,3 +150,30 @@ def test_a_link_that_lacks_memory_reports_the_registered_amount(
     assert f"{21 << 10} MiB of the host were to be registered, with HDK of unknown" in str(
         error.value
     )
+
+
+class Memory:
+    """A device with memory for one table, whose writes may fail."""
+
+    def __init__(self) -> None:
+        self.fails = False
+
+    def allocate(self, nbytes: int) -> Any:
+        return SimpleNamespace(address=4096)
+
+    def write(self, address: int, content: bytes) -> None:
+        if self.fails:
+            raise LLMException("the device does not answer")
+
+
+@pytest.mark.parametrize(("is_lease", "num_slots"), [(False, 1), (True, MAX_SLOTS - 1)])
+def test_a_slot_that_the_device_does_not_publish_stays_free(is_lease: bool, num_slots: int) -> None:
+    """The table has one slot of the kind."""
+    device: Any = Memory()
+    table = GenerationTable(device, num_slots)
+    device.fails = True
+    for _ in range(2):
+        with pytest.raises(LLMException, match="does not answer"):
+            table.take(is_lease)
+    device.fails = False
+    table.take(is_lease)

@@ -189,11 +189,12 @@ def test_calls_of_an_engine_that_is_not_initialized(engine: hixl.Hixl, name: str
 def test_arguments_of_other_types_raise_type_error(engine: hixl.Hixl) -> None:
     for name, (arguments, _) in CALLS.items():
         for position in range(len(arguments)):
-            wrong = list(arguments)
-            wrong[position] = object()
-            for value in (engine, hixl.Hixl()):
-                with pytest.raises(TypeError):
-                    getattr(value, name)(*wrong)
+            wrong: list[object] = list(arguments)
+            has_default = name == "get_all_transfer_status"
+            for wrong[position] in (object(),) if has_default else (object(), None):
+                for value in (engine, hixl.Hixl()):
+                    with pytest.raises(TypeError):
+                        getattr(value, name)(*wrong)
     # numbers of NumPy are numbers, too
     assert engine.connect(free_name(), np.int64(500)) == hixl.FAILED
     assert engine.deregister_mem(np.uint64(9)) == hixl.SUCCESS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -186,6 +187,16 @@ def test_read_only_memory_is_not_written(transport: TcpTransport) -> None:
         link, _ = linked(transport, two)
         with refused(LLMStatusCode.LLM_PARAM_INVALID, "with writable=False"):
             link.memory([memory.ctypes.data], BLOCK, writable=True)
+
+
+@pytest.mark.parametrize("name", ["a" * 64, "a" * 65, "", "a" * 253])
+def test_the_name_of_the_host_may_be_long_or_empty(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    with TcpTransport(connections=1) as one, TcpTransport(connections=1) as two:
+        link, _ = linked(one, two)
+        assert (name[:64] or "localhost") in str(link.peer)
 
 
 def test_memory_of_an_unknown_device_is_refused(link: TcpLink, owner: Owner) -> None:
