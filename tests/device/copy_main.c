@@ -177,6 +177,26 @@ static void waited_for_after_failure(void)
     }
 }
 
+/* Nothing stops a blocking call, so the call copies at most as much as may be waited for. */
+static void limited_blocking_calls(void)
+{
+    static const kvn_device_ops ops = {.max_batch = 16, .locate = locate, .copy_batch = copy_nothing};
+    static const uint64_t half = KVN_UNSTOPPABLE_HOST / 2;
+    kvn_device device = {.ops = &ops, .mutex = PTHREAD_MUTEX_INITIALIZER};
+    copy_backend backend = {.device = &device, .direction = KVN_HOST_TO_DEVICE};
+    const uint64_t nowhere[4] = {0}, pageable[4] = {PAGEABLE, PAGEABLE, PAGEABLE, PAGEABLE};
+    const uint64_t sizes[4][4] = {{half, half, 1, 1}, {half, half + 1, 1, 1}, {1, 2 * half, 1, 1}, {2 * half, 1, 1, 1}};
+    static const uint64_t counts[4] = {2, 1, 1, 1};
+
+    for (size_t i = 0; i < 4; i++) {
+        const kvn_columns shard = {.dst = nowhere, .src = pageable, .nbytes = sizes[i], .count = 4};
+        transfer t = {.self = &backend, .shard = &shard};
+        const chunk first = next_chunk(&t, KVN_BATCH_ASYNC | KVN_BATCH_BLOCKING);
+
+        CHECK(first.blocking && !first.sliced && first.count == counts[i]);
+    }
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
@@ -185,6 +205,7 @@ int main(int count, char **arguments)
         {"nothing_left_after_wait", nothing_left_after_wait},
         {"empty_descriptors", empty_descriptors},
         {"waited_for_after_failure", waited_for_after_failure},
+        {"limited_blocking_calls", limited_blocking_calls},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

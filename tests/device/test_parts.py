@@ -15,6 +15,7 @@ from tests.support.compiled import compiled
         ("copy", "nothing_left_after_wait"),
         ("copy", "empty_descriptors"),
         ("copy", "waited_for_after_failure"),
+        ("copy", "limited_blocking_calls"),
         ("events", "kept_by_context"),
         ("events", "load_of_what_is_left"),
         ("events", "interrupt_ends_with_its_job"),
