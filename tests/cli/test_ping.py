@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from kvplan import LLMException, Options
+from kvplan.cli import main
 from kvplan.control.auth import ClusterKey
 from tests.cli.peer import Peer
 from tests.cli.running import command, refused
@@ -194,6 +196,20 @@ def test_another_program_at_the_address_is_reported() -> None:
         said = refused("ping", address, "--timeout", "0.3")
         assert said.startswith(address)
         assert re.search(r"no answer within (300|[12]?\d?\d) ms", said)  # the rest of 300 ms
+
+
+def test_the_timeout_is_for_linking_and_for_each_pull(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[object, ...]] = []
+
+    def probe(*arguments: object) -> None:
+        given.append(arguments)
+        raise LLMException("stop here")
+
+    monkeypatch.setattr("kvplan.cli.engines.Probe", probe)
+    assert main(["ping", "127.0.0.1:1", "--timeout", "2.5"]) == 2
+    ((_, options, link_ms, _),) = given
+    assert isinstance(options, Options)
+    assert (options.sync_kv_cache_wait_time, link_ms) == (2500, 2500)
 
 
 def test_ctrl_c_ends_the_link(peer: Peer) -> None:
