@@ -200,13 +200,15 @@ def test_names_are_escaped(name: str) -> None:
     assert any(text.endswith(f"part {name}") for text in texts)
 
 
-def test_bands_from_one_block_are_side_by_side() -> None:
-    root = well_formed(kvplan.plan(Transfer(Rows(NHD, [1, 1]), Rows(NHD, [2, 3]))).to_svg())
+@pytest.mark.parametrize("count", [2, 3])
+def test_bands_from_one_block_are_side_by_side(count: int) -> None:
+    source, target = Rows(NHD, [1] * count), Rows(NHD, range(2, 2 + count))
+    root = well_formed(kvplan.plan(Transfer(source, target)).to_svg())
     ends = [
         element.get("x") for element in root.iter(f"{SPACE}text") if element.get("class") == "end"
     ]
-    assert len(ends) == 4
-    assert len({*ends}) == 2
+    assert len(ends) == 2 * count
+    assert len({*ends}) == count
 
 
 if __name__ == "__main__":

@@ -163,6 +163,12 @@ class TestFindings:
         program.agent.send_notif("prefill", b"cmpl-7:2")
         assert program.findings() == ["notified_before_bytes"]
 
+    def test_a_notification_without_a_request_is_about_no_transfer(self, program: Program) -> None:
+        type(program.agent).polls = 1
+        program.agent.transfer(program.make([1], [3], "WRITE", request=""))
+        program.agent.send_notif("prefill", b"")
+        assert program.findings() == []
+
     def test_a_transfer_that_is_posted_again_after_its_memory_was_registered_again(
         self, program: Program
     ) -> None:
