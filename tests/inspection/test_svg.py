@@ -24,6 +24,7 @@ from kvplan import (
     Shard,
     Transfer,
 )
+from kvplan.inspection.svg import _side_by_side
 from tests.planning.test_unlike import planned
 from tests.planning.test_unlike import transfers as unlike_transfers
 from tests.planning.transfers import Example, transfers
@@ -200,15 +201,18 @@ def test_names_are_escaped(name: str) -> None:
     assert any(text.endswith(f"part {name}") for text in texts)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_bands_from_one_block_are_side_by_side(count: int) -> None:
-    source, target = Rows(NHD, [1] * count), Rows(NHD, range(2, 2 + count))
-    root = well_formed(kvplan.plan(Transfer(source, target)).to_svg())
+def test_bands_from_one_block_are_side_by_side() -> None:
+    root = well_formed(kvplan.plan(Transfer(Rows(NHD, [1, 1]), Rows(NHD, [2, 3]))).to_svg())
     ends = [
         element.get("x") for element in root.iter(f"{SPACE}text") if element.get("class") == "end"
     ]
-    assert len(ends) == 2 * count
-    assert len({*ends}) == count
+    assert len(ends) == 4
+    assert len({*ends}) == 2
+
+
+def test_several_bands_share_a_place_without_overlap() -> None:
+    places = [(0.0, 9.0), (20.0, 30.0), (0.0, 9.0), (0.0, 9.0)]
+    assert _side_by_side(places) == [(0, 3), (20, 30), (3, 6), (6, 9)]
 
 
 if __name__ == "__main__":
