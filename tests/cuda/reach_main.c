@@ -208,6 +208,24 @@ static void registered_again(void)
     }
 }
 
+/* Each registration of freed memory is replaced when a transfer finds other memory there; neither ended ones nor others. */
+static void found_by_a_transfer(void)
+{
+    kvn_cuda_watch *watches[] = {watch_of(100, 200, 1), watch_of(100, 200, 2), watch_of(150, 300, 1),
+                                 watch_of(200, 300, 1), watch_of(50, 250, 3)};
+
+    for (size_t i = 0; i + 1 < 5; i++)
+        watches[i]->next = watches[i + 1];
+    watches[4]->is_over = true;
+    state.watches = watches[0];
+    CHECK(is_replaced(&device, 160, 2));
+    state.watches = NULL;
+    for (size_t i = 0; i < 5; i++) {
+        CHECK(kvn_cuda_watch_is_replaced(watches[i]) == (i == 0 || i == 2));
+        free(watches[i]);
+    }
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
@@ -217,6 +235,7 @@ int main(int count, char **arguments)
         {"least_of_all_pieces", least_of_all_pieces},
         {"asked_once_without_a_range", asked_once_without_a_range},
         {"registered_again", registered_again},
+        {"found_by_a_transfer", found_by_a_transfer},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

@@ -16,7 +16,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
     "name",
     [
         *("mapped_access", "other_gpus", "several_users", "least_of_all_pieces"),
-        *("asked_once_without_a_range", "registered_again"),
+        *("asked_once_without_a_range", "registered_again", "found_by_a_transfer"),
     ],
 )
 def test_the_kernel_gets_only_reachable_memory(check: Check, name: str) -> None:
