@@ -159,6 +159,17 @@ def test_an_interrupt_reaches_the_program(folder: Folder) -> None:
     assert process.returncode == 0
 
 
+def test_a_search_for_the_official_package_installs_nothing(folder: Folder) -> None:
+    said = folder.run(
+        """
+        import sys
+        from kvplan.llm_datadist import installation
+        print(installation.official_path(), installation.finder in sys.meta_path)
+        """
+    )
+    assert said == "None False\n"
+
+
 def test_llm_datadist_is_kvplans(folder: Folder) -> None:
     said = folder.run(
         """
