@@ -32,7 +32,7 @@ from kvnative._backend import (
 )
 from kvnative._device import Device, DeviceBuffer, DeviceError
 from kvnative._hccl import Communicator
-from kvnative._hccl_memory import HcclLibrary, Region
+from kvnative._hccl_memory import HcclError, HcclLibrary, Region
 from kvnative._pinned import Pinned, allocate_host, pin, pinned_by
 from tests.ascend.acl_cases import VARIANT
 from tests.ascend.hccl_ends import rank_table
@@ -343,6 +343,28 @@ def communicate(device: Device, buffer: DeviceBuffer, _: int) -> None:
         held.callback(communicator.close)
         communicator.bind(region)
         communicator.prepare(1000)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_memory_of_another_device_is_not_bound(device: Device, place: int) -> None:
+    """The region of the other device is the first or the second one of the communicator."""
+    library = device.library
+    hccl = HcclLibrary.load(library)
+    table = rank_table("1.0").replace('"device_id": "0"', '"device_id": "3"')
+    with ExitStack() as held:
+        own, other = library.device(3), library.device(4)
+        communicator = Communicator(hccl, own, table, 0, 1, "of-device-3", max_batch=64)
+        held.callback(communicator.close)
+        for its in [own] * place + [other]:
+            buffer = its.allocate(4096)
+            region = Region(hccl, its, buffer.address, 4096, on_device=True, owner=buffer)
+            held.callback(region.close)
+            if its is own:
+                communicator.bind(region)
+                held.callback(communicator.unbind, region)
+            else:
+                with pytest.raises(HcclError, match="is of device 4, the communicator of device 3"):
+                    communicator.bind(region)
 
 
 REFUSED: list[tuple[str, Callable[[Device, DeviceBuffer, int], object]]] = [
