@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvplan.control.auth import ClusterKey, Keys, describe_user_key, user_key
-from kvplan.control.connecting import connect
+from kvplan.control.connecting import Server, connect
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
+from kvplan.control.messages import Body, Sync, Synced
 from kvplan.status import LLMStatusCode
 from tests.control.conversation import DEADLINE_S, Recorder
 from tests.support.peer import Peer
@@ -131,3 +132,27 @@ def test_the_key_is_for_this_host_only(loop: ControlLoop) -> None:
         expected = key if address in inside else None
         assert loop.run(Keys(user=lambda: key).at(loop, endpoint)) is expected
         assert loop.run(Keys(other, lambda: key).at(loop, endpoint)) is other
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_a_listener_with_a_name_takes_the_key_of_its_address(
+    loop: ControlLoop, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    key = ClusterKey.generate()
+    kind = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
+    found = [(*kind, (address, 0))]
+    with monkeypatch.context() as names:
+        names.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        listening = Server.listen(
+            loop, Endpoint("one.example", 0), Recorder(), Keys(user=lambda: key)
+        )
+        port = loop.run(listening).endpoint.port
+
+    def ask(keys: Keys) -> Body:
+        at = Endpoint("127.0.0.1", port)
+        channel = loop.run(connect(loop, at, Recorder(), keys, DEADLINE_S))
+        return loop.run(channel.request(Sync(), DEADLINE_S))
+
+    assert ask(Keys(user=lambda: key)) == Synced(1)
+    with refused(LLMStatusCode.LLM_LINK_FAILED, "handshake"):
+        ask(Keys())
