@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from random import Random
 
 import pytest
@@ -33,7 +34,7 @@ async def walk(random: Random) -> None:
     held: list[Operation] = []
     ended: list[Operation] = []
     releases: set[int] = set()
-    counts = [0, 0, 0]
+    counts, since = [0, 0, 0], link.since
     for number in range(60):
         event = random.choice(
             ("begin", "begin", "end", "end", "again", "forget", "claim", "release")
@@ -43,7 +44,10 @@ async def walk(random: Random) -> None:
             reason = "why" if state in ENDED else ""
             if state in (LinkState.BROKEN, LinkState.CLOSED):
                 last_error = reason
+            changed = time.time()
             link.change_state(state, reason)
+            since = link.since
+            assert since >= changed
         elif event == "begin":
             operation = Operation()
             if state is LinkState.LINKED:
@@ -76,6 +80,7 @@ async def walk(random: Random) -> None:
             releases.discard(claim)
         operation = held[-1] if held else Operation()
         assert (link.state, link.reason, link.last_error) == (state, reason, last_error)
+        assert link.since == since
         assert link.is_live is (state not in ENDED)
         assert link.ended.is_set() is (state in ENDED)
         assert link.settled.is_set() is (state is not LinkState.LINKING)
