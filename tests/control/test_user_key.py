@@ -97,6 +97,16 @@ def test_a_peer_that_needs_a_refused_key_is_named(loop: ControlLoop, file: Path)
             loop.run(connecting)
 
 
+def test_a_link_to_no_file_is_refused_and_not_replaced(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file.parent / "nowhere")
+    assert f"{file}: No such file" in refusal()
+    state = describe_user_key()
+    assert state.is_made
+    assert "No such file" in state.why_not
+    assert file.is_symlink()
+
+
 @needs_root
 def test_a_file_of_another_user_is_refused(file: Path) -> None:
     os.chown(file, 12345, -1)
