@@ -104,6 +104,9 @@ def test_a_delayed_handshake_ends_with_that_of_the_peer(make_end: MakeEnd) -> No
             one.link(two.cluster)
             assert call.result(DEADLINE_S).status is OK
         assert one.links.live() == two.links.live() == 1
+        one.links.unlink([2], 5000).raise_for_status()
+        with refused("LLM_NOT_YET_LINK", r"cluster 1 is not linked(?!; the last attempt)"):
+            two.links.get(1)
 
 
 def test_an_attempt_has_only_the_time_that_earlier_ones_have_left(make_end: MakeEnd) -> None:
