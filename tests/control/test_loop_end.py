@@ -54,6 +54,25 @@ def test_waiting_callers_learn_of_the_end() -> None:
     stopping.join(DEADLINE_S)
 
 
+def test_threads_that_stop_at_once_disconnect_once(loop: ControlLoop) -> None:
+    for _ in range(30):
+        disconnected: list[float] = []
+        begun = threading.Barrier(4)
+
+        async def disconnect(ended: list[float] = disconnected) -> None:
+            ended.append(time.monotonic())
+
+        def stop(begun: threading.Barrier = begun) -> None:
+            begun.wait(DEADLINE_S)
+            loop.stop(disconnect)
+
+        with ThreadPoolExecutor(4) as threads:
+            for stopping in [threads.submit(stop) for _ in range(4)]:
+                stopping.result(DEADLINE_S)
+        assert len(disconnected) == 1
+        loop.start()
+
+
 def test_calls_during_the_stop_fail_with_that_reason(loop: ControlLoop) -> None:
     begun = threading.Barrier(5)
 
