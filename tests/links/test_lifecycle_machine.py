@@ -28,6 +28,13 @@ class Operation:
     """An operation that may be forgotten."""
 
 
+class UnprintableError(Exception):
+    """An error of a program's hook without a text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
 async def walk(random: Random) -> None:
     link = LinkLifecycle(9)
     state, reason, last_error = LinkState.LINKING, "", ""
@@ -60,12 +67,16 @@ async def walk(random: Random) -> None:
         elif event == "end" and held:
             operation = held.pop(random.randrange(len(held)))
             pulled, pushed = random.choice(((0, 0), (5, 0), (0, 7)))
-            error = random.choice((None, LLMException(f"error {number}")))
-            link.end(operation, pulled, pushed, error)
+            error = random.choice((None, LLMException(f"error {number}"), UnprintableError()))
+            if isinstance(error, UnprintableError):
+                with pytest.raises(RuntimeError, match="no text"):
+                    link.end(operation, pulled, pushed, error)
+            else:
+                link.end(operation, pulled, pushed, error)
+                last_error = last_error if error is None else str(error)
             ended.append(operation)
             counts[1] += pulled
             counts[2] += pushed
-            last_error = last_error if error is None else str(error)
         elif event == "again" and ended:
             link.end(random.choice(ended), 1, 1, ValueError("ended before"))
         elif event == "forget" and held:
