@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
@@ -18,6 +19,8 @@ from kvplan.control.connecting import connect
 from kvplan.control.loop import ControlLoop
 from kvplan.status import LLMException
 from tests.control.conversation import DEADLINE_S, Conversation, ListeningProcess, Recorder
+
+Disconnect = Callable[[], Awaitable[None]]
 
 
 def test_nothing_runs_before_the_start_or_after_the_end() -> None:
@@ -55,26 +58,46 @@ def test_waiting_callers_learn_of_the_end() -> None:
     stopping.join(DEADLINE_S)
 
 
-def test_a_stop_inside_of_a_stop_disconnects_once(loop: ControlLoop) -> None:
-    """A signal handler may stop the loop just after the interrupted code has begun to."""
+def stop_and(loop: ControlLoop, then: Callable[[Disconnect], object]) -> int:
+    """Stop the loop, call `then` once that has begun, and return how often it disconnected."""
     disconnected: list[float] = []
 
     async def disconnect() -> None:
         disconnected.append(time.monotonic())
-        for _ in range(5):  # turns of the loop, in which the second stop begins
+        for _ in range(5):  # turns of the loop, in which `then` may do something
             await asyncio.sleep(0)
 
-    def stop_again(frame: FrameType, event: str, argument: object) -> None:
+    def look(frame: FrameType, event: str, argument: object) -> None:
         if frame.f_code.co_name == "_schedule" and event == "return":
             sys.setprofile(None)
-            loop.stop(disconnect)
+            then(disconnect)
 
-    sys.setprofile(stop_again)
+    sys.setprofile(look)
     try:
         loop.stop(disconnect)
     finally:
         sys.setprofile(None)
-    assert len(disconnected) == 1
+    return len(disconnected)
+
+
+def test_a_stop_inside_of_a_stop_disconnects_once(loop: ControlLoop) -> None:
+    """A signal handler may stop the loop just after the interrupted code has begun to."""
+    assert stop_and(loop, loop.stop) == 1
+
+
+def test_a_call_inside_of_a_stop_does_not_begin(loop: ControlLoop) -> None:
+    """What the call opens would not be closed any more."""
+    begun: list[float] = []
+
+    async def begin() -> None:
+        begun.append(time.monotonic())
+
+    def run(_: Disconnect) -> None:
+        with pytest.raises(LLMException, match="test-control is not running"):
+            loop.run(begin())
+
+    assert stop_and(loop, run) == 1
+    assert begun == []
 
 
 def test_calls_during_the_stop_fail_with_that_reason(loop: ControlLoop) -> None:
