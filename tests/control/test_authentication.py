@@ -234,7 +234,7 @@ class TestKeyFile:
 
 
 def test_no_client_is_admitted_without_an_authenticator() -> None:
-    """Not even one with the key: the library asks for an answer, and gets none."""
+    """A client with the key is refused, too: the library gets no answer."""
     name = f"ipc://@kvplan-test-{os.getpid()}-unanswered"
     with zmq.Context() as context, ExitStack() as opened:
         server, client = (opened.enter_context(context.socket(zmq.PAIR)) for _ in range(2))

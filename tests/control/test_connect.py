@@ -428,7 +428,7 @@ def test_an_address_that_never_answers_leaves_time_for_the_next(
 def test_an_address_that_the_system_does_not_support_leaves_the_others(
     loop: ControlLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an IPv6 address on a host without IPv6."""
+    """An IPv6 address on a host without IPv6 is an example."""
     server = listen(loop, "127.0.0.1:0")
     port = server.endpoint.port
     kind = (socket.SOCK_STREAM, socket.IPPROTO_TCP, "")

@@ -86,7 +86,7 @@ def test_a_stop_inside_of_a_stop_disconnects_once(loop: ControlLoop) -> None:
 
 
 def test_a_call_inside_of_a_stop_does_not_begin(loop: ControlLoop) -> None:
-    """What the call opens would not be closed any more."""
+    """A call would open sockets that nothing closes any more."""
     begun: list[float] = []
 
     async def begin() -> None:

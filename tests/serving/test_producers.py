@@ -160,7 +160,7 @@ def test_a_stopped_producer_does_not_keep_others_from_freeing_a_request() -> Non
 def test_an_answer_fails_once_it_is_late_or_its_link_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of several answers only that one fails, and later ones, after an idle time, as well."""
+    """The other answers of the same time stay. Later ones fail after an idle time, too."""
     monkeypatch.setattr(producers_module, "_LOOK_S", 0.0)
 
     class Linked(Engine):
