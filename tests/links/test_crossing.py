@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -310,3 +310,28 @@ def test_all_engines_link_and_unlink_all_others_at_once(make_end: MakeEnd) -> No
         for other in ends:
             end.wait_until(other.cluster.remote_cluster_id, None)
     assert [end.links.live() for end in ends] == [0] * 4
+
+
+def test_all_peers_confirm_changes_at_the_same_time(make_end: MakeEnd) -> None:
+    """Several stopped peers delay a call by one timeout, not by one for each."""
+    one, asked = make_end(1), asyncio.Barrier(2)
+    for number in (2, 3):
+        one.link(make_end(number).cluster)
+
+    class Confirming:
+        """The publisher of a peer that answers once both peers are asked."""
+
+        async def publish_and_confirm(self, timeout_s: float) -> None:
+            async with asyncio.timeout(DEADLINE_S):
+                await asked.wait()
+
+    links = [one.links.get(number) for number in (2, 3)]
+    real = [link.publisher for link in links]
+    for link in links:
+        link.publisher = cast(Any, Confirming())
+    try:
+        one.links.publish_and_confirm(5.0)
+    finally:
+        for link, publisher in zip(links, real, strict=True):
+            link.publisher = publisher
+    assert asked.n_waiting == 0
