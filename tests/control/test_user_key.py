@@ -15,7 +15,7 @@ from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Body, Sync, Synced
 from kvplan.status import LLMStatusCode
-from tests.control.conversation import DEADLINE_S, Recorder
+from tests.control.conversation import DEADLINE_S, Recorder, call
 from tests.support.peer import Peer
 from tests.support.refusals import refused
 
@@ -146,8 +146,12 @@ def test_the_key_is_for_this_host_only(loop: ControlLoop) -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
 def test_a_listener_with_a_name_takes_the_key_of_its_address(
-    loop: ControlLoop, monkeypatch: pytest.MonkeyPatch, address: str
+    loop: ControlLoop,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    address: str,
 ) -> None:
+    """A wildcard is open to other hosts, of which the log warns, and has the key inside."""
     key = ClusterKey.generate()
     kind = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
     found = [(*kind, (address, 0))]
@@ -156,7 +160,9 @@ def test_a_listener_with_a_name_takes_the_key_of_its_address(
         listening = Server.listen(
             loop, Endpoint("one.example", 0), Recorder(), Keys(user=lambda: key)
         )
-        port = loop.run(listening).endpoint.port
+        server = loop.run(listening)
+    port = server.endpoint.port
+    assert ("event=listen_open" in caplog.text) is (address == "0.0.0.0")
 
     def ask(keys: Keys) -> Body:
         at = Endpoint("127.0.0.1", port)
@@ -164,5 +170,7 @@ def test_a_listener_with_a_name_takes_the_key_of_its_address(
         return loop.run(channel.request(Sync(), DEADLINE_S))
 
     assert ask(Keys(user=lambda: key)) == Synced(1)
+    (channel,) = server.channels
+    assert call(loop, channel.streams, bytes(16)).private
     with refused(LLMStatusCode.LLM_LINK_FAILED, "handshake"):
         ask(Keys())
