@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 
@@ -59,33 +59,46 @@ def test_waiting_callers_learn_of_the_end() -> None:
 
 
 def stop_and(loop: ControlLoop, then: Callable[[Disconnect], object]) -> int:
-    """Stop the loop, call `then` once that has begun, and return how often it disconnected."""
+    """Stop the loop, let a thread call `then` meanwhile, and return how often it disconnected."""
     disconnected: list[float] = []
+    scheduled = threading.Event()  # what the thread does on the loop
 
     async def disconnect() -> None:
         disconnected.append(time.monotonic())
-        for _ in range(5):  # turns of the loop, in which `then` may do something
+        while not scheduled.is_set():
+            await asyncio.sleep(0)
+        for _ in range(5):  # turns of the loop, in which that may begin
             await asyncio.sleep(0)
 
-    def look(frame: FrameType, event: str, argument: object) -> None:
-        if frame.f_code.co_name == "_schedule" and event == "return":
-            sys.setprofile(None)
-            then(disconnect)
+    def at_the_end_of_schedule(call: Callable[[], object]) -> None:
+        def look(frame: FrameType, event: str, argument: object) -> None:
+            if frame.f_code.co_name == "_schedule" and event == "return":
+                sys.setprofile(None)
+                call()
 
-    sys.setprofile(look)
-    try:
+        sys.setprofile(look)
+
+    def meet() -> None:
+        at_the_end_of_schedule(scheduled.set)
+        then(disconnect)
+
+    def begin_to_meet() -> None:
+        meeting.append(threads.submit(meet))
+        scheduled.wait(DEADLINE_S)
+
+    meeting: list[Future[None]] = []
+    with ThreadPoolExecutor(1) as threads:
+        at_the_end_of_schedule(begin_to_meet)
         loop.stop(disconnect)
-    finally:
-        sys.setprofile(None)
+        meeting[0].result(DEADLINE_S)
     return len(disconnected)
 
 
-def test_a_stop_inside_of_a_stop_disconnects_once(loop: ControlLoop) -> None:
-    """A signal handler may stop the loop just after the interrupted code has begun to."""
+def test_two_threads_that_stop_at_once_disconnect_once(loop: ControlLoop) -> None:
     assert stop_and(loop, loop.stop) == 1
 
 
-def test_a_call_inside_of_a_stop_does_not_begin(loop: ControlLoop) -> None:
+def test_a_call_at_the_same_time_as_a_stop_does_not_begin(loop: ControlLoop) -> None:
     """A call would open sockets that nothing closes any more."""
     begun: list[float] = []
 
