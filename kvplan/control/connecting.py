@@ -335,14 +335,16 @@ async def _connect_any(addresses: list[Any], source: str, end: float) -> socket.
     refused: dict[str, None] = {}
     for index, (family, protocol, address) in enumerate(addresses):
         share_s = (end - loop.time()) / (len(addresses) - index)
-        stream = socket.socket(family, socket.SOCK_STREAM, protocol)
+        stream: socket.socket | None = None
         try:
+            stream = socket.socket(family, socket.SOCK_STREAM, protocol)
             stream.setblocking(False)
             bind_source(stream, source)
             async with asyncio.timeout(share_s):
                 await loop.sock_connect(stream, address)
         except BaseException as error:
-            stream.close()
+            if stream is not None:
+                stream.close()
             if not isinstance(error, OSError):
                 raise
             reason = os.strerror(error.errno) if error.errno else str(error)

@@ -1,4 +1,4 @@
-"""The peer is told that this end uses a link which the peer has made, or nothing is connected."""
+"""Connections over links that the peer has made: the peer gets a message, or there is none."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def connections_of(engine: Engine) -> Connections:
 
 
 @pytest.mark.parametrize(("phase", "told"), [("linked", 0), ("", 1)])
-def test_a_peer_that_began_the_handshake_is_told_of_this_end(phase: str, told: int) -> None:
+def test_a_peer_that_began_the_handshake_gets_a_message(phase: str, told: int) -> None:
     """Both ends link at once, so this call has made a link, too."""
     engine = Engine(phase)
     connections = connections_of(engine)
@@ -53,7 +53,7 @@ def test_a_peer_that_began_the_handshake_is_told_of_this_end(phase: str, told: i
     assert (engine.told, connections.cluster_of(NAME)) == (told, CLUSTER)
 
 
-def test_a_peer_that_cannot_be_told_is_not_connected() -> None:
+def test_a_peer_that_gets_no_message_is_not_connected() -> None:
     failure = LLMException("no answer", status_code=LLMStatusCode.LLM_LINK_FAILED)
     engine = Engine("", *[failure] * 3)
     connections = connections_of(engine)
@@ -66,7 +66,7 @@ def test_a_peer_that_cannot_be_told_is_not_connected() -> None:
     assert connections.cluster_of(NAME) == CLUSTER
 
 
-def test_a_link_that_ends_while_the_peer_is_told_is_made_again() -> None:
+def test_a_link_that_ends_before_the_message_arrives_is_made_again() -> None:
     engine = Engine("", LLMException("gone", status_code=LLMStatusCode.LLM_NOT_YET_LINK))
     connections = connections_of(engine)
     connections.connect(NAME, 60_000)

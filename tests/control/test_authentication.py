@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from kvplan.control.auth import ClusterKey, Keys
 from kvplan.control.connecting import Server, connect
@@ -22,6 +23,13 @@ from tests.control.recording_proxy import RecordingProxy
 from tests.support.refusals import refused
 
 KEY = ClusterKey.generate()
+HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+"""The events of the end of a handshake."""
 
 
 @pytest.fixture
@@ -223,3 +231,23 @@ class TestKeyFile:
         }.items():
             with refused(LLMStatusCode.LLM_PARAM_INVALID, reason):
                 ClusterKey.load(path)
+
+
+def test_no_client_is_admitted_without_an_authenticator() -> None:
+    """A client with the key is refused, too: the library gets no answer."""
+    name = f"ipc://@kvplan-test-{os.getpid()}-unanswered"
+    with zmq.Context() as context, ExitStack() as opened:
+        server, client = (opened.enter_context(context.socket(zmq.PAIR)) for _ in range(2))
+        events = opened.enter_context(server.get_monitor_socket())
+        for end, listening in ((server, True), (client, False)):
+            end.linger = 0
+            KEY.apply(end, listening=listening)
+        server.bind(name)
+        client.connect(name)
+        while True:
+            assert events.poll(DEADLINE_S * 1000)
+            event = recv_monitor_message(events)["event"]
+            if event & HANDSHAKES:
+                break
+        server.disable_monitor()
+    assert event != zmq.EVENT_HANDSHAKE_SUCCEEDED

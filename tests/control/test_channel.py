@@ -130,6 +130,14 @@ def test_a_refusal_arrives_with_status_and_reason(conversation: Conversation) ->
         conversation.request(Sync())
 
 
+def test_an_answer_of_another_type_is_a_failure_that_names_both(
+    conversation: Conversation,
+) -> None:
+    asking = conversation.channel.typed_request(Find(1, 2, 3), Released, DEADLINE_S)
+    with refused("LLM_LINK_FAILED", "the peer answered Synced to a Find"):
+        conversation.loop.run(asking)
+
+
 def test_an_answer_that_is_too_large_to_be_sent_is_a_refusal(conversation: Conversation) -> None:
     async def answer(_channel: Channel, _body: Body) -> Body:
         return Hello(1, 2, bytes(16), LlmRole.MIX, "", (Offer("t", bytes(MAX_NBYTES)),), 1)

@@ -425,6 +425,25 @@ def test_an_address_that_never_answers_leaves_time_for_the_next(
         )
 
 
+def test_an_address_that_the_system_does_not_support_leaves_the_others(
+    loop: ControlLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An IPv6 address on a host without IPv6 is an example."""
+    server = listen(loop, "127.0.0.1:0")
+    port = server.endpoint.port
+    kind = (socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
+    other, usable = (200, *kind, ("::1", port)), (socket.AF_INET, *kind, ("127.0.0.1", port))
+    found = [other, usable]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert ask(loop, Endpoint("two.example", port)) == Synced(1)
+    call(loop, server.close)
+    for order in ([other, usable], [usable, other]):
+        found[:] = order
+        reason = refusal(loop, Endpoint("two.example", port))
+        assert "Address family not supported" in reason
+        assert "Connection refused" in reason
+
+
 def test_an_address_that_refuses_leaves_its_time_to_the_next(
     loop: ControlLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,8 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -17,6 +19,8 @@ from kvplan.control.connecting import connect
 from kvplan.control.loop import ControlLoop
 from kvplan.status import LLMException
 from tests.control.conversation import DEADLINE_S, Conversation, ListeningProcess, Recorder
+
+Disconnect = Callable[[], Awaitable[None]]
 
 
 def test_nothing_runs_before_the_start_or_after_the_end() -> None:
@@ -52,6 +56,61 @@ def test_waiting_callers_learn_of_the_end() -> None:
     with pytest.raises(LLMException, match="short is not running"):
         loop.run(wait())
     stopping.join(DEADLINE_S)
+
+
+def stop_and(loop: ControlLoop, then: Callable[[Disconnect], object]) -> int:
+    """Stop the loop, let a thread call `then` meanwhile, and return how often it disconnected."""
+    disconnected: list[float] = []
+    scheduled = threading.Event()  # what the thread does on the loop
+
+    async def disconnect() -> None:
+        disconnected.append(time.monotonic())
+        while not scheduled.is_set():
+            await asyncio.sleep(0)
+        for _ in range(5):  # turns of the loop, in which that may begin
+            await asyncio.sleep(0)
+
+    def at_the_end_of_schedule(call: Callable[[], object]) -> None:
+        def look(frame: FrameType, event: str, argument: object) -> None:
+            if frame.f_code.co_name == "_schedule" and event == "return":
+                sys.setprofile(None)
+                call()
+
+        sys.setprofile(look)
+
+    def meet() -> None:
+        at_the_end_of_schedule(scheduled.set)
+        then(disconnect)
+
+    def begin_to_meet() -> None:
+        meeting.append(threads.submit(meet))
+        scheduled.wait(DEADLINE_S)
+
+    meeting: list[Future[None]] = []
+    with ThreadPoolExecutor(1) as threads:
+        at_the_end_of_schedule(begin_to_meet)
+        loop.stop(disconnect)
+        meeting[0].result(DEADLINE_S)
+    return len(disconnected)
+
+
+def test_two_threads_that_stop_at_once_disconnect_once(loop: ControlLoop) -> None:
+    assert stop_and(loop, loop.stop) == 1
+
+
+def test_a_call_at_the_same_time_as_a_stop_does_not_begin(loop: ControlLoop) -> None:
+    """A call would open sockets that nothing closes any more."""
+    begun: list[float] = []
+
+    async def begin() -> None:
+        begun.append(time.monotonic())
+
+    def run(_: Disconnect) -> None:
+        with pytest.raises(LLMException, match="test-control is not running"):
+            loop.run(begin())
+
+    assert stop_and(loop, run) == 1
+    assert begun == []
 
 
 def test_calls_during_the_stop_fail_with_that_reason(loop: ControlLoop) -> None:

@@ -227,11 +227,18 @@ def test_a_request_cannot_be_a_reply() -> None:
 
 
 def test_failures_keep_their_status_and_are_never_a_success() -> None:
-    error = LLMException("too late", status_code=LLMStatusCode.LLM_TIMEOUT)
-    received = Failed.of(error).exception()
-    assert (received.status_code, str(received)) == (error.status_code, str(error))
-    assert Failed("", LLMStatusCode.LLM_SUCCESS).exception().status_code.name == "LLM_FAILED"
-    assert Failed("", 12345).exception().status_code.name == "LLM_FAILED"
+    def received(failure: Failed) -> LLMException:
+        body = decode(encode(failure)).body  # a number, not a member of an enumeration
+        assert isinstance(body, Failed)
+        return body.exception()
+
+    for status in set(LLMStatusCode) - {LLMStatusCode.LLM_CANCELLED}:  # only of a task
+        error = received(Failed.of(LLMException("too late", status_code=status)))
+        expected = status if status != 0 else LLMStatusCode.LLM_FAILED
+        assert error.status_code is expected
+        assert str(error) == str(LLMException("too late", status_code=expected))
+    for unknown in (1, 12345):
+        assert received(Failed("", unknown)).status_code is LLMStatusCode.LLM_FAILED
     assert isinstance(decode(encode(Failed.of(LLMException("x" * 100_000)))).body, Failed)
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvplan.control.auth import ClusterKey, Keys, describe_user_key, user_key
-from kvplan.control.connecting import connect
+from kvplan.control.connecting import Server, connect
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
+from kvplan.control.messages import Body, Sync, Synced
 from kvplan.status import LLMStatusCode
-from tests.control.conversation import DEADLINE_S, Recorder
+from tests.control.conversation import DEADLINE_S, Recorder, call
 from tests.support.peer import Peer
 from tests.support.refusals import refused
 
@@ -96,6 +97,16 @@ def test_a_peer_that_needs_a_refused_key_is_named(loop: ControlLoop, file: Path)
             loop.run(connecting)
 
 
+def test_a_link_to_no_file_is_refused_and_not_replaced(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file.parent / "nowhere")
+    assert f"{file}: No such file" in refusal()
+    state = describe_user_key()
+    assert state.is_made
+    assert "No such file" in state.why_not
+    assert file.is_symlink()
+
+
 @needs_root
 def test_a_file_of_another_user_is_refused(file: Path) -> None:
     os.chown(file, 12345, -1)
@@ -131,3 +142,35 @@ def test_the_key_is_for_this_host_only(loop: ControlLoop) -> None:
         expected = key if address in inside else None
         assert loop.run(Keys(user=lambda: key).at(loop, endpoint)) is expected
         assert loop.run(Keys(other, lambda: key).at(loop, endpoint)) is other
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_a_listener_with_a_name_takes_the_key_of_its_address(
+    loop: ControlLoop,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    address: str,
+) -> None:
+    """A wildcard is open to other hosts, of which the log warns, and has the key inside."""
+    key = ClusterKey.generate()
+    kind = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
+    found = [(*kind, (address, 0))]
+    with monkeypatch.context() as names:
+        names.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        listening = Server.listen(
+            loop, Endpoint("one.example", 0), Recorder(), Keys(user=lambda: key)
+        )
+        server = loop.run(listening)
+    port = server.endpoint.port
+    assert ("event=listen_open" in caplog.text) is (address == "0.0.0.0")
+
+    def ask(keys: Keys) -> Body:
+        at = Endpoint("127.0.0.1", port)
+        channel = loop.run(connect(loop, at, Recorder(), keys, DEADLINE_S))
+        return loop.run(channel.request(Sync(), DEADLINE_S))
+
+    assert ask(Keys(user=lambda: key)) == Synced(1)
+    (channel,) = server.channels
+    assert call(loop, channel.streams, bytes(16)).private
+    with refused(LLMStatusCode.LLM_LINK_FAILED, "handshake"):
+        ask(Keys())

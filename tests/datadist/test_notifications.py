@@ -275,24 +275,30 @@ def test_a_coroutine_notifies_in_order_while_its_loop_goes_on(
     assert user.metrics()["in_flight"] == 0
 
 
-def test_a_later_coroutine_does_not_overtake_one_whose_message_is_not_sent_yet(
-    user: LlmDataDist, peer: Peer
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_later_coroutine_does_not_overtake_a_message_that_is_not_sent_yet(
+    user: LlmDataDist, peer: Peer, waits: bool
 ) -> None:
+    """The caller of the first waits for its answer, or leaves that to the control thread."""
     peer.run(READ)
     for _ in range(1 + WINDOW):  # the first by a message, then as many as fit into the socket
         user.notify(1, b"-")
-    control, go_on = user._engine.links._control, threading.Event()  # type: ignore[union-attr]
+    links, go_on = user._engine.links, threading.Event()  # type: ignore[union-attr]
 
     async def send() -> None:
-        first = asyncio.create_task(user.notify_async(1, b"first"))
-        await asyncio.sleep(0)  # it has begun, and waits for the control thread
+        calls = []
+        if waits:
+            calls.append(asyncio.create_task(user.notify_async(1, b"first")))
+            await asyncio.sleep(0)  # it has begun, and waits for the control thread
+        else:
+            links.get(1).notify_soon(b"first")
         peer.run("read(count)", count=1 + WINDOW)  # now the socket has room again
-        second = asyncio.create_task(user.notify_async(1, b"second"))
+        calls.append(asyncio.create_task(user.notify_async(1, b"second")))
         await asyncio.sleep(0)
         go_on.set()
-        await asyncio.gather(first, second)
+        await asyncio.gather(*calls)
 
-    control.call_soon(go_on.wait, WAIT_MS / 1000)
+    links._control.call_soon(go_on.wait, WAIT_MS / 1000)
     asyncio.run(send())
     assert [data for _, data in peer.run("result = read(2)")] == [b"first", b"second"]
 

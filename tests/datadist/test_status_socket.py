@@ -195,8 +195,8 @@ def test_a_socket_that_is_opened_after_another_was_closed_is_answered() -> None:
     assert answer.document == {"schema_version": 1}, answer
 
 
-def test_a_surplus_client_is_refused() -> None:
-    control, goes_on = ControlLoop(max_workers=4), Event()
+def test_surplus_clients_are_refused_and_do_not_use_up_places() -> None:
+    control, goes_on = ControlLoop(max_workers=1), Event()
 
     def describe() -> dict[str, Any]:
         goes_on.wait(DEADLINE_S)
@@ -215,9 +215,15 @@ def test_a_surplus_client_is_refused() -> None:
             opened.enter_context(socket.socket(socket.AF_UNIX)).connect(f"\0{name}")
         for _ in range(5):  # the loop accepts one client in a turn
             control.run(in_turn())
+        for _ in range(5):
+            answer = _read(name, DEADLINE_S)
+            assert answer is not None
+            assert answer.error == "no answer: 4 others ask it, or it ends"
+        goes_on.set()
+        control.run(control.in_worker(int))  # after the answers: there is one worker
         answer = _read(name, DEADLINE_S)
         assert answer is not None
-        assert answer.error == "no answer: 4 others ask it, or it ends"
+        assert answer.document == {"schema_version": 1}, answer
 
 
 def test_clients_without_a_thread_do_not_use_up_places() -> None:

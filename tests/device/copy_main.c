@@ -177,7 +177,7 @@ static void waited_for_after_failure(void)
     }
 }
 
-/* Nothing stops a blocking call, so the call copies at most as much as may be waited for. */
+/* A blocking call, which nothing stops, copies at most as much as may be waited for. */
 static void limited_blocking_calls(void)
 {
     static const kvn_device_ops ops = {.max_batch = 16, .locate = locate, .copy_batch = copy_nothing};

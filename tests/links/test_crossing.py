@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -104,6 +104,9 @@ def test_a_delayed_handshake_ends_with_that_of_the_peer(make_end: MakeEnd) -> No
             one.link(two.cluster)
             assert call.result(DEADLINE_S).status is OK
         assert one.links.live() == two.links.live() == 1
+        one.links.unlink([2], 5000).raise_for_status()
+        with refused("LLM_NOT_YET_LINK", r"cluster 1 is not linked(?!; the last attempt)"):
+            two.links.get(1)
 
 
 def test_an_attempt_has_only_the_time_that_earlier_ones_have_left(make_end: MakeEnd) -> None:
@@ -307,3 +310,28 @@ def test_all_engines_link_and_unlink_all_others_at_once(make_end: MakeEnd) -> No
         for other in ends:
             end.wait_until(other.cluster.remote_cluster_id, None)
     assert [end.links.live() for end in ends] == [0] * 4
+
+
+def test_all_peers_confirm_changes_at_the_same_time(make_end: MakeEnd) -> None:
+    """Several stopped peers delay a call by one timeout, not by one for each."""
+    one, asked = make_end(1), asyncio.Barrier(2)
+    for number in (2, 3):
+        one.link(make_end(number).cluster)
+
+    class Confirming:
+        """The publisher of a peer that answers once both peers are asked."""
+
+        async def publish_and_confirm(self, timeout_s: float) -> None:
+            async with asyncio.timeout(DEADLINE_S):
+                await asked.wait()
+
+    links = [one.links.get(number) for number in (2, 3)]
+    real = [link.publisher for link in links]
+    for link in links:
+        link.publisher = cast(Any, Confirming())
+    try:
+        one.links.publish_and_confirm(5.0)
+    finally:
+        for link, publisher in zip(links, real, strict=True):
+            link.publisher = publisher
+    assert asked.n_waiting == 0

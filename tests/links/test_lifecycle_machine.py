@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from random import Random
 
 import pytest
@@ -27,13 +28,20 @@ class Operation:
     """An operation that may be forgotten."""
 
 
+class UnprintableError(Exception):
+    """An error of a program's hook without a text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
 async def walk(random: Random) -> None:
     link = LinkLifecycle(9)
     state, reason, last_error = LinkState.LINKING, "", ""
     held: list[Operation] = []
     ended: list[Operation] = []
     releases: set[int] = set()
-    counts = [0, 0, 0]
+    counts, since = [0, 0, 0], link.since
     for number in range(60):
         event = random.choice(
             ("begin", "begin", "end", "end", "again", "forget", "claim", "release")
@@ -43,7 +51,10 @@ async def walk(random: Random) -> None:
             reason = "why" if state in ENDED else ""
             if state in (LinkState.BROKEN, LinkState.CLOSED):
                 last_error = reason
+            changed = time.time()
             link.change_state(state, reason)
+            since = link.since
+            assert since >= changed
         elif event == "begin":
             operation = Operation()
             if state is LinkState.LINKED:
@@ -56,12 +67,16 @@ async def walk(random: Random) -> None:
         elif event == "end" and held:
             operation = held.pop(random.randrange(len(held)))
             pulled, pushed = random.choice(((0, 0), (5, 0), (0, 7)))
-            error = random.choice((None, LLMException(f"error {number}")))
-            link.end(operation, pulled, pushed, error)
+            error = random.choice((None, LLMException(f"error {number}"), UnprintableError()))
+            if isinstance(error, UnprintableError):
+                with pytest.raises(RuntimeError, match="no text"):
+                    link.end(operation, pulled, pushed, error)
+            else:
+                link.end(operation, pulled, pushed, error)
+                last_error = last_error if error is None else str(error)
             ended.append(operation)
             counts[1] += pulled
             counts[2] += pushed
-            last_error = last_error if error is None else str(error)
         elif event == "again" and ended:
             link.end(random.choice(ended), 1, 1, ValueError("ended before"))
         elif event == "forget" and held:
@@ -76,6 +91,7 @@ async def walk(random: Random) -> None:
             releases.discard(claim)
         operation = held[-1] if held else Operation()
         assert (link.state, link.reason, link.last_error) == (state, reason, last_error)
+        assert link.since == since
         assert link.is_live is (state not in ENDED)
         assert link.ended.is_set() is (state in ENDED)
         assert link.settled.is_set() is (state is not LinkState.LINKING)

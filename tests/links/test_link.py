@@ -428,10 +428,12 @@ class TestBadArguments:
     def test_cluster_info(self) -> None:
         with pytest.raises(ValueError, match="remote_cluster_id=-1 is out of range"):
             ClusterInfo(-1)
-        with pytest.raises(TypeError, match="remote=5 must be"):
-            ClusterInfo(1, 5)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"remote\[0\]=5 must be"):
-            ClusterInfo(1, [5])  # type: ignore[list-item]
+        for name in ("remote", "local"):
+            with pytest.raises(TypeError, match=f"^{name}=5 must be"):
+                ClusterInfo(1, **{name: 5})  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match=rf"^{name}\[0\]=5 must be"):
+                ClusterInfo(1, **{name: [5]})  # type: ignore[arg-type]
+        assert ClusterInfo(1, local="anything").local == ("anything",)
         with pytest.raises(ValueError, match=r"port=65536 is out of range \[0, 65535\]"):
             IpInfo("::1", 65536)
 

@@ -58,6 +58,19 @@ def test_the_link_that_counts_is_shown(end: End, kinds: tuple[bool, bool, bool])
     assert shown == [name for has, name in zip(kinds, names, strict=True) if has][:1]
 
 
+@pytest.mark.parametrize(
+    "names", [(), ("initiating",), ("accepting",), ("initiating", "accepting")]
+)
+def test_a_link_that_either_end_is_making_is_not_unlinked(end: End, names: tuple[str, ...]) -> None:
+    transitions = end.links._transitions
+    for name in names:
+        getattr(transitions, name)[5] = cast(Any, object())
+    (result,) = end.links.unlink([5], 1000)
+    for name in names:
+        del getattr(transitions, name)[5]
+    assert result.status.name == ("LLM_PROCESSING_LINK" if names else "LLM_NOT_YET_LINK")
+
+
 def test_a_link_that_is_up_may_be_made_again_at_the_limit(pair: tuple[End, End]) -> None:
     transitions = pair[0].links._transitions
     transitions.check_capacity(2)

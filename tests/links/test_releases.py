@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -45,9 +46,10 @@ def is_idle(conversation: Conversation, link: LinkLifecycle) -> bool:
 
 
 def test_a_release_is_sent_again_to_a_busy_peer(conversation: Conversation) -> None:
-    refusals = [LLMStatusCode.LLM_LINK_BUSY] * 3
+    refusals, asked = [LLMStatusCode.LLM_LINK_BUSY] * 3, []
 
     async def answer(_channel: Channel, _body: Body) -> Body:
+        asked.append(time.monotonic())
         if refusals:
             raise LLMException("too much", status_code=refusals.pop())
         return Released()
@@ -57,6 +59,7 @@ def test_a_release_is_sent_again_to_a_busy_peer(conversation: Conversation) -> N
     assert is_idle(conversation, link)
     assert [conversation.far.next() for _ in range(4)] == [("request", RELEASE)] * 4
     assert conversation.far.heard.empty()
+    assert asked[3] - asked[0] >= 3 * 0.015  # with pauses: many at once would keep the peer busy
 
 
 def test_a_release_is_sent_again_to_a_peer_that_does_not_answer(conversation: Conversation) -> None:

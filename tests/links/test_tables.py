@@ -25,6 +25,7 @@ from kvplan import (
     Rows,
     Transfer,
 )
+from kvplan.control import messages
 from kvplan.control.messages import MAX_NBYTES, ShardEntry, Table, TableEntry, encode
 from kvplan.links import peer_table
 from kvplan.links.local_engine import CacheEntry
@@ -187,8 +188,11 @@ class TestKeys:
         key = CacheKey(2, 70)
         two.registry.allocate(DESC, paged=False, keys=[key])
         claim = one.links.get(2).claim(key)
+        stranger = three.links.get(2)
+        for claim_id in range(10):  # of another peer's claim, too
+            stranger._request(messages.Release(claim_id, None), messages.Released)
         with refused(LLMStatusCode.LLM_REPEAT_REQUEST):
-            three.links.get(2).claim(key)
+            stranger.claim(key)
         claim.release(None)
         three.links.get(2).claim(key).release(range(2))
         with refused(NOT_EXIST):

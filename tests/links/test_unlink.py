@@ -228,6 +228,17 @@ def test_closing_disconnects_the_peers(end: End, peer: Peer) -> None:
         end.links.link([peer.cluster], 1000)
 
 
+def test_no_link_is_found_once_the_close_has_begun(make_end: MakeEnd) -> None:
+    """Otherwise an operation could begin on a link that is about to end."""
+    end, found = make_end(1), []
+    for number in (2, 3):
+        end.link(make_end(number).cluster)
+    end.links.observe(lambda link: found.append((link.cluster_id, dict(end.links.peers))))
+    assert [*end.links.peers] == [2, 3]
+    end.close()
+    assert sorted(found) == [(2, {}), (3, {})]
+
+
 def test_closing_disconnects_the_peers_of_an_engine_that_does_not_listen(
     make_end: MakeEnd, peer: Peer
 ) -> None:

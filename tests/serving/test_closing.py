@@ -14,7 +14,7 @@ import pytest
 
 from kvplan import BlockLease, LlmDataDist, LLMException, LlmRole, LLMStatusCode, Transfers
 from kvplan.engine.notifications import Notifications
-from kvplan.serving import Compatibility, Exchange, Target
+from kvplan.serving import Compatibility, Exchange, PullResult, Target
 from kvplan.serving.messages import Hello, encode
 from tests.faults.gate import Gate
 from tests.serving.test_exchange import MakeWorker, failed
@@ -161,18 +161,22 @@ def test_a_transfer_in_flight_has_its_own_result(make_worker: MakeWorker) -> Non
     producer.finish(0, 11, [4, 9, 2], 21)
     consumer.exchange.fetch("mine", reference([producer.source], 0, 11, 21), Target([7, 1, 30]))
     closing, number = Thread(target=consumer.exchange.close), count()
+    results: list[PullResult] = []
     try:
         gate.wait()
         closing.start()
         # `close` waits for the transfer when later requests are refused.
         late = reference([producer.source], 1, 12, 21, transfer="late")
-        while not any(failed(item, "is closed") for item in consumer.exchange.take_results()):
+        while not any(failed(item, "is closed") for item in results):
             consumer.exchange.fetch(f"late {next(number)}", late, Target([4]))
             consumer.exchange.wait(1)
+            results += consumer.exchange.take_results()
+        consumer.exchange.wait(50)  # for a result that comes too early
     finally:
         gate.open()
     closing.join(DEADLINE_S)
-    (result,) = [item for item in consumer.exchange.take_results() if item.request == "mine"]
+    results += consumer.exchange.take_results()
+    (result,) = [item for item in results if item.request == "mine"]
     assert result.error is None
     assert consumer.has(11, [7, 1, 30], 0, 21)
     gate.close()

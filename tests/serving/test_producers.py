@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from kvplan import ClusterInfo, LlmDataDist, LLMException, LLMStatusCode
 from kvplan.links import LinkResult, LinkResults, LinkState
+from kvplan.serving import producers as producers_module
 from kvplan.serving.messages import Compatibility, Done, Handle, Hello, Reference, Source
 from kvplan.serving.producers import Producers
 from kvplan.serving.puller import Pull, Puller
@@ -182,3 +185,45 @@ def test_an_engine_whose_link_has_ended_meanwhile_is_replaced() -> None:
     engine.producers = producers_of(engine, threads=Threads())
     asyncio.run(engine.producers.greet(SOURCE, b"process 2"))
     assert engine.greeted == ["1", "2"]
+
+
+def test_an_answer_fails_once_it_is_late_or_its_link_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other answers of the same time stay. Later ones fail after an idle time, too."""
+    monkeypatch.setattr(producers_module, "_LOOK_S", 0.0)
+
+    class Linked(Engine):
+        def links(self) -> list[Any]:
+            return [SimpleNamespace(cluster_id=id_, state=LinkState.LINKED) for id_ in (1, 2)]
+
+    producers, hour_ms = producers_of(Linked()), 3_600_000
+
+    def wait_for(cluster_id: int, timeout_ms: float) -> tuple[Any, Any]:
+        answer = asyncio.get_running_loop().create_future()
+        source = Source(cluster_id, f"127.0.0.1:{cluster_id}")
+        wait = producers.wait_for(source, answer, timeout_ms, "did not answer")
+        return answer, asyncio.create_task(wait)
+
+    async def ended() -> None:
+        looking = asyncio.create_task(producers.look())
+        for _ in range(3):
+            for _ in range(5):
+                await asyncio.sleep(0)
+            answers, waits = zip(
+                wait_for(3, hour_ms), wait_for(1, hour_ms), wait_for(2, 0.0), wait_for(3, hour_ms),
+                strict=True,
+            )  # fmt: skip
+            answers[0].set_result("first")
+            await asyncio.wait(waits[2:], timeout=30)
+            assert [wait.done() for wait in waits] == [True, False, True, True]
+            answers[1].set_result("second")
+            assert [await wait for wait in waits[:2]] == ["first", "second"]
+            with refused("LLM_TIMEOUT", "cluster 2 at 127.0.0.1:2 did not answer in 0 ms"):
+                await waits[2]
+            with refused("LLM_LINK_FAILED", "the link with cluster 3 at 127.0.0.1:3 broke before"):
+                await waits[3]
+        assert not looking.done()
+        looking.cancel()
+
+    asyncio.run(ended())

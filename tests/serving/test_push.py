@@ -183,22 +183,25 @@ def test_other_tokens_are_never_pushed(make_peer: MakePeer, make_worker: MakeWor
     assert not any(array.any() for array in consumer.engine.arrays(consumer.cache))
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 def test_a_request_that_is_computed_again_is_pushed_from_its_new_blocks(
-    make_peer: MakePeer, make_worker: MakeWorker
+    make_peer: MakePeer, make_worker: MakeWorker, at_once: bool
 ) -> None:
+    """The step that follows a preemption may already compute the request again."""
     peer, consumer = make_peer(push=True), make_worker(push=True)
     ask(peer, consumer, [7, 1, 30], 21)
+    peer.run(f"worker.step(11, [4, 9], 0, 12, 21, {NAME!r})")
+    if not at_once:
+        peer.run(f"worker.exchange.begin_step([], [{NAME!r}]); worker.exchange.end_step()")
     peer.run(
         f"""
-        worker.step(11, [4, 9], 0, 12, 21, {NAME!r})
-        worker.exchange.begin_step([], [{NAME!r}])  # it was preempted
-        worker.exchange.end_step()
         worker.compute(12, [4, 9], 16)  # another's now
-        worker.step(11, [3, 5, 6], 0, 21, 21, {NAME!r})
+        worker.step(11, [3, 5, 6], 0, 21, 21, {NAME!r}, {[NAME] * at_once!r})
         worker.enter(0, 11, [3, 5, 6], 21, {NAME!r})
         """
     )
-    assert result(consumer).error is None
+    item = result(consumer)
+    assert (item.error, item.pushed) == (None, 21)
     assert consumer.has(11, [7, 1, 30], 0, 21)
 
 

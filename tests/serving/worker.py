@@ -151,19 +151,34 @@ class Worker(Base):
                 arrays[layer - self.layers.start][block, :, slot] = content
 
     def step(
-        self, request: int, blocks: Sequence[int], first: int, end: int, tokens: int, name: str
+        self,
+        request: int,
+        blocks: Sequence[int],
+        first: int,
+        end: int,
+        tokens: int,
+        name: str,
+        moved: Sequence[str] = (),
     ) -> None:
         """Compute the tokens from `first` to `end` of a request of `tokens`, layer by layer."""
-        self.begin(request, blocks, end, tokens, name)
+        self.begin(request, blocks, end, tokens, name, moved)
         for layer in range(LAYERS):
             self.compute(request, blocks, end, first, [layer])
             self.exchange.layer_ready(layer)
         self.exchange.end_step()
 
-    def begin(self, request: int, blocks: Sequence[int], end: int, tokens: int, name: str) -> None:
+    def begin(
+        self,
+        request: int,
+        blocks: Sequence[int],
+        end: int,
+        tokens: int,
+        name: str,
+        moved: Sequence[str] = (),
+    ) -> None:
         """Begin a step that computes the tokens before `end` of a request of `tokens`."""
         digest = token_digest(prompt(request, tokens))
-        self.exchange.begin_step([Chunk(name, digest, blocks, end, end == tokens)])
+        self.exchange.begin_step([Chunk(name, digest, blocks, end, end == tokens)], moved)
 
     def has(self, request: int, blocks: Sequence[int], first: int, tokens: int) -> bool:
         """Return True if blocks hold these tokens of a request."""

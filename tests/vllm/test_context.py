@@ -116,11 +116,18 @@ def test_the_place_of_a_worker(ranks: Any, heads: int, place: Place) -> None:
     assert place_of(*ranks, num_heads=heads) == place
 
 
-def test_ranks_with_different_heads_cannot_share_tokens() -> None:
-    with refused(
-        "LLM_PARAM_INVALID", "decode_context_parallel_size=4 must be 1 or a divisor of 2, the work"
-    ):
-        place_of((0, 4), (0, 1), (4, 1), num_heads=2)
+@pytest.mark.parametrize(
+    ("ranks", "heads", "alike"),
+    [((4, 1, 4), 2, 2), ((2, 1, 2), 4, 1), ((2, 2, 4), 4, 2), ((1, 3, 2), 8, 3)],
+)
+def test_ranks_with_different_heads_cannot_share_tokens(
+    ranks: tuple[int, int, int], heads: int, alike: int
+) -> None:
+    """A rank of several heads shares tokens only with its copies."""
+    tensor, copies, contexts = ranks
+    text = f"decode_context_parallel_size={contexts} must be 1 or a divisor of {alike}, the work"
+    with refused("LLM_PARAM_INVALID", text):
+        place_of((0, tensor), (0, copies), (contexts, 1), num_heads=heads)
 
 
 @pytest.mark.parametrize(

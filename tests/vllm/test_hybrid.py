@@ -15,7 +15,7 @@ from kvplan.serving import Place, Table, Target
 from kvplan.vllm.options import ConnectorOptions
 from kvplan.vllm.scheduler import ConnectorScheduler
 from kvplan.vllm.states import StateForm
-from kvplan.vllm.step import WorkerAddress
+from kvplan.vllm.step import Step, WorkerAddress
 from kvplan.vllm.worker import ConnectorWorker, LayerGroup, Model
 from tests.datadist.states import ATTENTION_BLOCKS, STATE_BLOCKS, whole
 from tests.planning.test_states import KNOWN
@@ -215,8 +215,8 @@ def test_the_state_after_the_last_token_is_in_its_block(
     assert consumer._held((blocks, [1, 2]), tokens) == (Table(tuple(state)), Table((1, 2)))
 
 
-def scheduled(prompt: list[int]) -> tuple[int, dict[str, tuple[Any, Target]]]:
-    """Return the tokens and targets of a prompt of a hybrid model that is finished and fetched."""
+def scheduled(prompt: list[int]) -> tuple[int, Step]:
+    """Return the tokens and the step of a prompt of a hybrid model that is finished and fetched."""
     producer, consumer = (ConnectorScheduler(name, states=(64, 0)) for name in ("p", "d"))
     producer.set_workers({(0, 0): WorkerAddress(11, "a:1")})
     first = request(
@@ -232,16 +232,18 @@ def scheduled(prompt: list[int]) -> tuple[int, dict[str, tuple[Any, Target]]]:
     consumer.arrived(second)
     missing = consumer.missing_tokens(second, 0)
     consumer.allocated(second, ([1, 2], [4]), missing)
-    return missing, consumer.take_step().fetched
+    return missing, consumer.take_step()
 
 
 def test_the_last_token_of_a_prompt_is_left_to_the_consumer() -> None:
     """The consumer computes the last token again, so the state must not include it."""
-    missing, fetched = scheduled(PROMPT)
+    missing, step = scheduled(PROMPT)
     assert missing == len(PROMPT) - 1 == 69
-    assert fetched["d1"][1] == Target((Table((2,)), Table((4,))), 0)
-    assert scheduled(PROMPT[:2])[0] == 1
-    assert scheduled(PROMPT[:1]) == (0, {})
+    assert step.fetched["d1"][1] == Target((Table((2,)), Table((4,))), 0)
+    missing, step = scheduled(PROMPT[:2])
+    assert (missing, [*step.fetched], [*step.dropped]) == (1, ["d1"], [])
+    missing, step = scheduled(PROMPT[:1])  # nothing is left to fetch: the producer may free it
+    assert (missing, [*step.fetched], [*step.dropped]) == (0, [], ["d1"])
 
 
 def test_a_request_without_its_state_is_not_offered() -> None:

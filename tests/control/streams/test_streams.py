@@ -32,6 +32,7 @@ from tests.control.streams.link import (
     refusal,
     say,
 )
+from tests.support.refusals import refused
 
 
 @pytest.mark.parametrize("where", ["127.0.0.1:0", "[::1]:0", "ipc://"])
@@ -284,6 +285,24 @@ class TestClose:
             streams._opened = Taken({0: last})
             streams.close_now()
             assert len(streams._opened) == 0
+
+    def test_leaves_no_connection_to_a_worker_that_has_taken_only_some(
+        self, loop: ControlLoop
+    ) -> None:
+        class Closed(dict[int, socket.socket]):
+            """The streams are closed before the second connection is taken."""
+
+            def pop(self, index: int, *default: Any) -> socket.socket:
+                if index == 1:
+                    streams.close_now()
+                return super().pop(index)
+
+        streams = DialledStreams(b"c" * 16, socket.AF_INET, ("127.0.0.1", 1), "there", loop)
+        taken, left = socket.socket(), socket.socket()
+        streams._opened = Closed({0: taken, 1: left})
+        with refused("LLM_LINK_FAILED", "data connection 1: open: the link is not") as error:
+            streams.open([0, 1], DEADLINE_S)
+        assert (taken.fileno(), left.fileno()) == (-1, -1), error
 
     def test_accepts_no_further_connection(self, link: Link) -> None:
         link.far.close()
