@@ -13,7 +13,7 @@ from kvnative._report import Report
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Rows, Transfer, Transfers
 from kvplan.execution import HostMemory
 from kvplan.execution.binding import bind
-from kvplan.execution.verification import SCRATCH_NBYTES, verify, verify_every
+from kvplan.execution.verification import SCRATCH_NBYTES, check_verifiable, verify, verify_every
 from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (8, 100), DataType.DT_UINT8)
@@ -42,6 +42,22 @@ def test_the_option_is_one_of_three_forms() -> None:
     for wrong in ("on", "sample:1/0", "sample:1/1000000", "sample:1/4 ", " sample:1/4"):
         with pytest.raises(ValueError, match=wrong):
             verify_every(wrong)
+
+
+class OnDevice(HostMemory):
+    """Memory that says of itself that a plain copy does not reach it."""
+
+    on_device = True
+
+
+def test_memory_of_a_device_on_either_side_is_not_verified() -> None:
+    host, device = (
+        kind.from_arrays([np.zeros(DESC.shape, np.uint8)]) for kind in (HostMemory, OnDevice)
+    )
+    check_verifiable(host, host)
+    for sides in ((device, host), (host, device), (device, device)):
+        with refused("LLM_FEATURE_NOT_ENABLED", "verify: memory of a device"):
+            check_verifiable(*sides)
 
 
 def test_each_read_has_the_remaining_time() -> None:

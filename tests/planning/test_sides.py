@@ -30,6 +30,12 @@ def test_a_side_plans_like_its_description() -> None:
     assert kvplan.plan(Transfer(Rows(slots), Rows(slots)), local="dst").part.dst.name == "cache 3"
 
 
+def test_a_format_is_named_once() -> None:
+    """The names of a layout are at the lengths of the shape, and are not repeated after them."""
+    desc = CacheDesc(1, (4, 16), DataType.DT_INT8, kv_tensor_format="block token")
+    assert str(side("cache", desc, paged=True)) == "DT_INT8 (block 4, token 16)"
+
+
 def test_a_side_of_another_kind_is_refused() -> None:
     slots, blocks = (side("cache", Cache(DESC, 3), paged=paged) for paged in (False, True))
     with pytest.raises(LLMException, match="src=cache 3 has blocks, not slots"):
