@@ -191,9 +191,13 @@ def in_common(source: Side, target: Side, heads: range | None = None) -> Common:
     """
     for side, name in ((source, "src"), (target, "dst")):
         if side.layout is None:
+            remedy = (
+                "addresses have none: name the cache by BlocksCacheKey or CacheIndex"
+                if side.data_type is None
+                else "give its CacheDesc a kv_tensor_format such as 'block token head dim'"
+            )
             raise invalid(
-                f"{name} has no layout; tokens and unlike rows need one: {name} is {side}; give "
-                "its CacheDesc a kv_tensor_format such as 'block token head dim'"
+                f"{name} has no layout; tokens and unlike rows need one: {name} is {side}; {remedy}"
             )
     src_start = dst_start = 0
     levels: list[Level] = []

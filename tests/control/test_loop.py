@@ -43,18 +43,23 @@ def test_results_and_errors_are_returned(loop: ControlLoop) -> None:
 
 
 def test_a_deadline_cancels_the_running_coroutine(loop: ControlLoop) -> None:
-    cancelled = threading.Event()
+    """A coroutine whose deadline ends before it runs has nothing to cancel: try a longer one."""
+    running, cancelled = threading.Event(), threading.Event()
 
     async def wait() -> None:
+        running.set()
         try:
             await asyncio.Event().wait()
         finally:
             cancelled.set()
 
-    began = time.monotonic()
-    with refused(LLMStatusCode.LLM_TIMEOUT, "no result after 20 ms"):
-        loop.run(wait(), timeout_ms=20)
-    assert 0.02 <= time.monotonic() - began < 20
+    for timeout_ms in (20, 600, 10_000):
+        began = time.monotonic()
+        with refused(LLMStatusCode.LLM_TIMEOUT, f"no result after {timeout_ms} ms"):
+            loop.run(wait(), timeout_ms=timeout_ms)
+        assert timeout_ms / 1000 <= time.monotonic() - began < DEADLINE_S
+        if running.is_set():
+            break
     assert cancelled.wait(DEADLINE_S)
 
 

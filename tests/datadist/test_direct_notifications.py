@@ -31,7 +31,7 @@ def test_a_stopped_receiver_has_all_delivered_notifications(user: LlmDataDist, p
     user.notify(1, b"0")
     peer.stop()
     for i in range(1, WINDOW + 1):
-        user.notify(1, b"%d" % i, timeout_ms=1)
+        user.notify(1, b"%d" % i)
     peer.resume()
     assert peer.run(READ_ALL) == numbers(range(WINDOW + 1))
 

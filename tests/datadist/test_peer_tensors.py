@@ -179,7 +179,7 @@ def test_rows_whose_values_lie_elsewhere_do_not_go_to_addresses(
     """An address says where the keys of a block go, but not its values."""
     apart = CacheDesc(1, (2, 4, 2, 8), BLOCKS.data_type, kv_tensor_format="kv block token dim")
     target = PeerTensors(1, addresses(peer, "paged")[:1])
-    with refused(INVALID, "dst has no layout"):
+    with refused(INVALID, "dst has no layout.*; addresses have none: name the cache by"):
         user.run(Transfer(Rows(user.allocate_blocks_cache(apart), [0]), Rows(target, [0])))
     assert untouched(peer)
 

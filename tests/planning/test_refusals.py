@@ -352,7 +352,7 @@ def test_tokens_of_a_side_without_a_layout_are_refused(side: str) -> None:
     named = CacheDesc(4, (8, 4), DataType.DT_INT8, kv_tensor_format="block token")
     caches = {"src": named, "dst": named} | {side: BLOCKS}
     rows = (Rows(cache, [1]) for cache in caches.values())
-    with refused(LLMStatusCode.LLM_PARAM_INVALID, f"^{side} has no layout; tokens and unlike"):
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, f"^{side} has no layout.* give its CacheDesc"):
         kvplan.plan(Transfer(*rows, num_tokens=3), local="dst")
 
 
