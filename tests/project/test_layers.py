@@ -30,7 +30,7 @@ MAX_LINES = {
     "mooncake": 613,
     "nixl": 1853,
     "observe": 1669,
-    "planning": 5708,
+    "planning": 5712,
     "recording": 1718,
     "run": 428,
     "serving": 3008,
