@@ -355,7 +355,8 @@ class TransferOperation(PairOperation):
         transfer = cast(Transfer, pair.transfer)
         layers = transfer.layers
         if (
-            not self.by_layer or pair.source is not None
+            not self.by_layer
+            or pair.source is not None
             or check_type("layers", layers, KvCacheExtParam).tensor_num_per_layer is not None
         ):
             return layers
