@@ -25,7 +25,7 @@ from kvplan.control.pending_connections import (
     PendingConnection,
     PendingConnections,
 )
-from kvplan.status import LLMException, link_failed
+from kvplan.status import LLMException, link_failed, message_of
 from kvplan.system.limits import reason_of, system_error
 from kvplan.system.logs import Log
 
@@ -301,7 +301,7 @@ async def connect(
         elif isinstance(error, OSError):
             reason = reason_of(error)
         elif isinstance(error, LLMException):
-            reason = str(error.args[0])
+            reason = message_of(error)
         else:
             raise
         if channel is not None and channel.connection.greeted and reason == DISCONNECTED:

@@ -11,7 +11,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, message_of
 from kvplan.types import DataType, LlmRole, Placement
 from kvplan.validation import printable
 
@@ -299,12 +299,12 @@ class Unused(_Body, frozen=True):
 class Failed(_WithReason, frozen=True):
     """Reply to any request: it was refused or failed."""
 
-    status: Annotated[int, Meta(ge=-1, lt=2**32)]
+    status: Annotated[int, Meta(ge=min(LLMStatusCode).value, lt=2**32)]
 
     @classmethod
     def of(cls, error: LLMException) -> Failed:
         """Make the reply for `error`. A long message is cut."""
-        return cls(str(error.args[0])[:MAX_TEXT], int(error.status_code))
+        return cls(message_of(error)[:MAX_TEXT], int(error.status_code))
 
     def exception(self) -> LLMException:
         """Convert the peer's failure to an error here. An unknown status becomes LLM_FAILED."""

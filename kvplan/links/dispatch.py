@@ -32,7 +32,7 @@ from kvplan.links.local_engine import LocalEngine
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.transitions import Transitions, Unlinker
 from kvplan.links.values import LinkState
-from kvplan.status import LLMException, link_failed, not_linked, unsupported
+from kvplan.status import LLMException, link_failed, message_of, not_linked, unsupported
 from kvplan.types import CacheKey
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class PeerHandler:
             try:
                 link.apply(body)
             except LLMException as error:
-                self._lost(link, f"the peer's table is invalid: {error.args[0]}")
+                self._lost(link, f"the peer's table is invalid: {message_of(error)}")
         elif link.renewals is not None and isinstance(body, Renew | Renewed | Unused):
             link.renewals.on_notice(body)
 

@@ -18,7 +18,15 @@ from kvplan.links.local_engine import LocalEngine
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.transitions import Transitions
 from kvplan.links.values import LOST, LinkState, other_cluster
-from kvplan.status import LLMException, LLMStatusCode, busy, invalid, link_failed, within
+from kvplan.status import (
+    LLMException,
+    LLMStatusCode,
+    busy,
+    invalid,
+    link_failed,
+    message_of,
+    within,
+)
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle
@@ -149,7 +157,7 @@ class HandshakeInitiator:
             settled.cancel()
             if error is not None:
                 error = LLMException(
-                    f"cluster {cluster_id} at {error.args[0]}", status_code=error.status_code
+                    f"cluster {cluster_id} at {message_of(error)}", status_code=error.status_code
                 )
             # If the link is still LINKING without an error, the call was cancelled.
             gone = link_failed(f"cluster {cluster_id}: cancelled")
@@ -356,7 +364,7 @@ class HandshakeAcceptor:
                 f"cluster {self._engine.cluster_id} is linked with another process of cluster "
                 f"{hello.cluster_id}, which {state} ({link.address})"
             )
-            self._engine.control.refusals.note(channel.peer, str(error.args[0]))
+            self._engine.control.refusals.note(channel.peer, message_of(error))
             raise error
         return None
 

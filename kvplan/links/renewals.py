@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import MAX_TEXT, Body, Renew, Renewed, Unused
-from kvplan.status import LLMException, link_failed, timed_out
+from kvplan.status import LLMException, link_failed, message_of, timed_out
 from kvplan.system.logs import LimitedLog, Log
 
 if TYPE_CHECKING:
@@ -189,10 +189,10 @@ class Renewals:
         attempt.peer_has_begun.set()
         self._renewable.abandon(attempt.generation)
         who = f"renewal {attempt.generation} of the link to cluster {self._link.cluster_id}"
-        reason = f"{who}: {error.args[0]}"
+        reason = f"{who}: {message_of(error)}"
         if not self._ended:
             _PEER_LOG.warning("%s", reason)
-            self._notify(Renewed(str(error.args[0])[:MAX_TEXT] or "it failed", attempt.generation))
+            self._notify(Renewed(message_of(error)[:MAX_TEXT] or "it failed", attempt.generation))
         attempt.outcome.set_exception(LLMException(reason, status_code=error.status_code))
 
     def _notify(self, body: Body) -> None:

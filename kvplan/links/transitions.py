@@ -18,7 +18,15 @@ from kvplan.links.publisher import Publisher
 from kvplan.links.renewals import Renewals
 from kvplan.links.values import LOST, LinkState
 from kvplan.planning.texts import plural
-from kvplan.status import LLMException, LLMStatusCode, busy, link_failed, not_linked, within
+from kvplan.status import (
+    LLMException,
+    LLMStatusCode,
+    busy,
+    link_failed,
+    message_of,
+    not_linked,
+    within,
+)
 from kvplan.system.logs import Log
 
 if TYPE_CHECKING:
@@ -72,7 +80,7 @@ class Transitions:
         error = self.errors.get(cluster_id)
         return not_linked(
             f"cluster {cluster_id} is not linked"
-            + (f"; the last attempt failed: {error.args[0]}" if error is not None else "")
+            + (f"; the last attempt failed: {message_of(error)}" if error is not None else "")
         )
 
     def note_error(self, cluster_id: int, error: LLMException) -> None:
@@ -190,14 +198,14 @@ class Transitions:
         if link.state is not LinkState.LINKING:
             return
         self._end_handshake(link)
-        self._close_transport(link, LinkState.UNLINKED, str(error.args[0]))
-        link.change_state(LinkState.UNLINKED, str(error.args[0]))
+        self._close_transport(link, LinkState.UNLINKED, message_of(error))
+        link.change_state(LinkState.UNLINKED, message_of(error))
         self.note_error(link.cluster_id, error)
         # Links by name are retried, and the outcome of all attempts is logged once. The call that
         # began any other handshake (`phase`) logs its outcome.
         level = logging.INFO if link.phase and not cancelled else logging.WARNING
         self._log(link, logging.DEBUG if link.comm else level)
-        self._release_resources(link, str(error.args[0]))
+        self._release_resources(link, message_of(error))
 
     def lost(self, link: PeerLink, reason: str, *, orderly: bool = False) -> None:
         """Change LINKED or UNLINKING to BROKEN, or to CLOSED if the peer ended it in order."""

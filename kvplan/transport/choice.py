@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvplan.status import LLMException, invalid, unsupported
+from kvplan.status import LLMException, invalid, message_of, unsupported
 from kvplan.system.logs import Log
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.memory import POPULATE
@@ -133,7 +133,7 @@ def make_transports(
         try:
             made.append(TRANSPORTS[name](options))
         except LLMException as error:
-            missing[name] = str(error.args[0])
+            missing[name] = message_of(error)
             _LOGGER.info("transport=%s cannot be used: %s", name, error)
     if not made:
         tried = TRANSPORTS if choice == "auto" else (choice,)

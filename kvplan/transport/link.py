@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Sel
 
 import numpy as np
 
-from kvplan.status import LLMException, invalid, not_linked, unsupported
+from kvplan.status import LLMException, invalid, message_of, not_linked, unsupported
 from kvplan.system.limits import check_process
 from kvplan.transport.ranges import RangeTable, sized_tensors
 
@@ -232,7 +232,7 @@ class TransportLink(ABC):
         """Return the reason of `close` as a new exception, because many threads may raise it."""
         if (why := self._why_closed) is None:
             return not_linked(f"the link to {self.peer} is closed")
-        return LLMException(why.args[0], status_code=why.status_code)
+        return LLMException(message_of(why), status_code=why.status_code)
 
     def _read(self, metadata: bytes) -> tuple[Any, RangeTable[Any]]:
         newer = self.metadata.from_bytes(metadata)

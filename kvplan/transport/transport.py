@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvnative._signals import Mutex
 from kvplan.lease import BlockLease, LeaseWord
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, LLMStatusCode, message_of
 from kvplan.system.limits import check_process
 from kvplan.system.logs import Log
 from kvplan.transport.host_memory import new_arena
@@ -191,7 +191,7 @@ class Transport(ABC):
         try:
             self._check_reachable(metadata)
         except LLMException as error:
-            return str(error.args[0])
+            return message_of(error)
         return None
 
     def shortfall(self, metadata: bytes) -> str | None:

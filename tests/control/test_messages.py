@@ -232,11 +232,13 @@ def test_failures_keep_their_status_and_are_never_a_success() -> None:
         assert isinstance(body, Failed)
         return body.exception()
 
-    for status in set(LLMStatusCode) - {LLMStatusCode.LLM_CANCELLED}:  # only of a task
+    for status in LLMStatusCode:
         error = received(Failed.of(LLMException("too late", status_code=status)))
         expected = status if status != 0 else LLMStatusCode.LLM_FAILED
         assert error.status_code is expected
         assert str(error) == str(LLMException("too late", status_code=expected))
+    textless = received(Failed.of(LLMException(status_code=LLMStatusCode.LLM_TIMEOUT)))
+    assert (textless.args, textless.status_code) == (("",), LLMStatusCode.LLM_TIMEOUT)
     for unknown in (1, 12345):
         assert received(Failed("", unknown)).status_code is LLMStatusCode.LLM_FAILED
     assert isinstance(decode(encode(Failed.of(LLMException("x" * 100_000)))).body, Failed)

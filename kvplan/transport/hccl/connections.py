@@ -14,7 +14,7 @@ import msgspec
 from kvnative._backend import NativeError
 from kvnative._signals import Mutex
 from kvplan.planning.texts import plural
-from kvplan.status import LLMException, LLMStatusCode, link_failed
+from kvplan.status import LLMException, LLMStatusCode, link_failed, message_of
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
 from kvplan.transport.hccl.device import MAX_LINKS
@@ -207,7 +207,7 @@ class Connections:
                 if not self._communicators:
                     return
                 _, communicator = self._communicators.popitem()
-            communicator.cancel(str(why.args[0]))
+            communicator.cancel(message_of(why))
             self._take_down(communicator)
 
     @property
@@ -293,7 +293,7 @@ class Connections:
 
     def _closed_error(self) -> LLMException:
         why = self._why_closed
-        message = "the link is not connected" if why is None else why.args[0]
+        message = "the link is not connected" if why is None else message_of(why)
         status = LLMStatusCode.LLM_NOT_YET_LINK if why is None else why.status_code
         return LLMException(message, status_code=status)
 

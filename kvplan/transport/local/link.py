@@ -12,7 +12,7 @@ from kvnative._process import process_backend
 from kvnative._signals import Mutex
 from kvnative._writers import Writer
 from kvplan.device.memory import check_device_of_link
-from kvplan.status import LLMException, invalid, link_failed, not_exist, unsupported
+from kvplan.status import LLMException, invalid, link_failed, message_of, not_exist, unsupported
 from kvplan.system.limits import check_process
 from kvplan.transport.link import Located, PeerMemory, TransportLink, mixed_places, no_leases
 from kvplan.transport.local.descriptors import token_of
@@ -242,7 +242,7 @@ class LocalLink(TransportLink):
             except LLMException as error:
                 if any(not found.is_mapped for found in metadata.ranges):
                     raise
-                self.lacks["registered"] = str(error.args[0])
+                self.lacks["registered"] = message_of(error)
             if server is not None and self._token:
                 server.admit(self._token)
         except (OSError, ValueError, MemoryError) as error:

@@ -8,7 +8,7 @@ from kvnative._backend import NativeError, striped
 from kvnative._tcp import MAX_TRANSFER_LEASES, tcp_backend
 from kvplan.device.memory import DeviceMemory
 from kvplan.execution.task import native_error
-from kvplan.status import LLMException, invalid, link_failed, unsupported
+from kvplan.status import LLMException, invalid, link_failed, message_of, unsupported
 from kvplan.transport.link import Located, PeerMemory, TransportLink, columns
 from kvplan.transport.registrations import transport_closed
 from kvplan.transport.tcp.metadata import Metadata
@@ -122,4 +122,4 @@ class TcpLink(TransportLink):
             raise transport_closed()
 
     def _disconnect(self, why: LLMException) -> None:
-        self.native.close(str(why.args[0]))  # waits: on return no byte moves for the peer
+        self.native.close(message_of(why))  # waits: on return no byte moves for the peer

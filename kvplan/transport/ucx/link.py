@@ -9,7 +9,7 @@ import numpy as np
 from kvnative._backend import NativeError
 from kvnative._ucx_backend import ucx_backend, ucx_leased
 from kvplan.execution.task import native_errors
-from kvplan.status import LLMException, link_failed, unsupported
+from kvplan.status import LLMException, link_failed, message_of, unsupported
 from kvplan.transport.link import Located, PeerMemory, TransportLink, columns
 from kvplan.transport.ucx.metadata import Metadata, Range
 
@@ -134,5 +134,5 @@ class UcxLink(TransportLink):
     def _disconnect(self, why: LLMException) -> None:
         if (endpoint := self._endpoint) is not None:
             self._on_end()
-            endpoint.close(str(why.args[0]))
+            endpoint.close(message_of(why))
             self._endpoint = None  # its descriptor is closed with its last user
