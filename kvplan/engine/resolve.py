@@ -354,11 +354,9 @@ class TransferOperation(PairOperation):
         """Return the layers of a pair; by layer, the number of tensors per layer must be known."""
         transfer = cast(Transfer, pair.transfer)
         layers = transfer.layers
-        if (
-            not self.by_layer
-            or pair.source is not None
-            or check_type("layers", layers, KvCacheExtParam).tensor_num_per_layer is not None
-        ):
+        if not self.by_layer or pair.source is not None:
+            return layers
+        if check_type("layers", layers, KvCacheExtParam).tensor_num_per_layer is not None:
             return layers
         known = source.known_tensors_per_layer("src", None)
         if known is None:

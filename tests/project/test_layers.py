@@ -20,7 +20,7 @@ MAX_LINES = {
     "control": 3649,
     "debug": 798,
     "device": 1242,
-    "engine": 8226,
+    "engine": 8225,
     "execution": 3260,
     "hixl": 1090,
     "inspection": 1989,
