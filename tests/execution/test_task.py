@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -48,6 +49,32 @@ def watched() -> Watched:
 
 def gone() -> None:
     raise LLMException("gone", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+
+
+class Entered:
+    """A native task that notes when a wait reaches it."""
+
+    def __init__(self, native):
+        self._native = native
+
+    def wait(self, *arguments):
+        self.at = time.perf_counter()
+        return self._native.wait(*arguments)
+
+    def __getattr__(self, name):
+        return getattr(self._native, name)
+
+
+def test_the_steps_after_the_copies_share_their_time(monkeypatch):
+    """The time of a wait begins before the wait for the copies."""
+    with Transfers(1) as transfers:
+        task = transfers.submit(PLAN, watched(), watched())
+        native = task.native = Entered(task.native)
+        ends = []
+        monkeypatch.setattr(task, "_settles_by", lambda end: ends.append(end) or True)
+        task.wait(60_000)
+        (end,) = ends
+        assert end - 60 <= native.at
 
 
 @pytest.mark.parametrize("side", ["src", "dst"])
