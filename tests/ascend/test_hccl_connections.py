@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, cast
 from weakref import ref
 
@@ -227,6 +228,28 @@ class Opened:
 
     def __init__(self, state: str) -> None:
         self.state = state
+
+
+def test_a_connection_that_could_not_be_made_is_closed_once() -> None:
+    calls: list[str] = []
+
+    class Interrupted:
+        def prepare(self, timeout_ms: float) -> None:
+            raise KeyboardInterrupt
+
+        def cancel(self, why: str) -> None:
+            calls.append("cancel")
+
+    hccl: Any = SimpleNamespace(
+        close=lambda _: calls.append("close"), background=SimpleNamespace(do=lambda job: job())
+    )
+    none = cast(Any, None)
+    connections = Connections(hccl, none, none, b"", none, is_hccs=False)
+    connections._communicators[3], connections._opened[3] = cast(Any, Interrupted()), 1
+    with pytest.raises(KeyboardInterrupt):
+        connections.renew(3, timeout_ms=1000)
+    connections.close(LLMException("unlinked"))
+    assert calls == ["close"]
 
 
 def test_a_renewal_that_finds_no_thread_is_tried_again() -> None:
