@@ -161,6 +161,16 @@ def test_a_living_forked_child_does_not_keep_the_file(tmp_path, fork):
     assert tags(path) == ["second"]
 
 
+def test_numbers_of_up_to_64_bits_are_numbers_and_longer_ones_are_text(tmp_path):
+    path = tmp_path / "a.kvrec"
+    kept, cut = [-(2**63), -1, 2**63, 2**64 - 1], [-(2**63) - 1, 2**64]
+    with recorder(path) as writer:
+        for number in kept + cut:
+            writer.event("lease", LLMStatusCode.LLM_SUCCESS, 0.0, "", {"lease": number})
+    found = [event.fields["lease"] for event in read(path).events]
+    assert found == kept + [str(number) for number in cut]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"max_bytes": 65535}, "max_bytes=65535 must be at least 65536"), ({"files": 0}, "files=0")],
