@@ -239,8 +239,7 @@ def test_a_host_that_does_not_answer_is_not_waited_for(
     """The connection never opens, as behind a firewall; a prompt and an answer may take long."""
 
     async def answers(connect_s: float) -> bool:
-        """Ask with a limit for connections, which a stalled machine may also miss."""
-        monkeypatch.setattr("kvplan.vllm.proxy._CONNECT_S", connect_s)
+        monkeypatch.setattr("kvplan.vllm.proxy._CONNECT_S", connect_s)  # a stall may take longer
         servers = Pretended()
         with (
             socket.create_server(("127.0.0.1", 0), backlog=0) as silent,
