@@ -15,7 +15,7 @@ from kvplan.engine.options import Options
 from kvplan.links.values import ClusterInfo, LinkStatus, cluster_here
 from kvplan.planning.texts import nbytes_text, plural
 from kvplan.planning.transfer import Rows, Transfer
-from kvplan.status import LLMException
+from kvplan.status import LLMException, message_of
 from kvplan.types import Cache, CacheDesc, CacheKeyByIdAndIndex, KvCacheExtParam, LlmRole, Placement
 
 _LARGE_NBYTES: Final = 64 << 20  # bytes of a large pull
@@ -97,7 +97,7 @@ class Probe:
         except LLMException as error:
             if (here := cluster_here(error)) is not None:
                 return here
-            reason = str(error.args[0]).removeprefix(f"cluster {another} at ")
+            reason = message_of(error).removeprefix(f"cluster {another} at ")
             raise LLMException(reason, status_code=error.status_code) from None
         return another
 

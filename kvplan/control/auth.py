@@ -23,7 +23,7 @@ import zmq
 from zmq.utils import z85
 
 from kvplan.control.endpoint import Endpoint
-from kvplan.status import LLMException, invalid
+from kvplan.status import LLMException, invalid, message_of
 from kvplan.system.logs import Log
 from kvplan.system.users import private_directory, state_file
 from kvplan.validation import open_regular
@@ -211,5 +211,5 @@ def describe_user_key() -> UserKeyState:
             private_directory(path.parent, "its directory")
             ClusterKey.load(path)
         except LLMException as error:
-            why_not = str(error.args[0])
+            why_not = message_of(error)
     return UserKeyState(str(path), is_made, why_not_home, why_not)

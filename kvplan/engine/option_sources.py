@@ -90,7 +90,7 @@ def naming_sources(settings: Mapping[str, Setting]) -> Iterator[None]:
     try:
         yield
     except (LLMException, TypeError, ValueError) as error:
-        text = str(error.args[0])
+        text = str(error.args[0]) if error.args else ""
         sources = [
             f"{name} is from {setting.source}"
             for name, setting in settings.items()

@@ -170,3 +170,14 @@ def test_every_option_has_a_variable_of_its_own() -> None:
     fields = Options.__dataclass_fields__.keys()
     assert {row.field for row in VARIABLES.values()} == fields
     assert not VARIABLES.keys() & others
+
+
+def test_an_error_without_a_message_that_a_value_raises_is_not_replaced() -> None:
+    class Broken(int):
+        def __lt__(self, other: object) -> bool:
+            raise ValueError
+
+        __le__ = __gt__ = __ge__ = __lt__
+
+    with pytest.raises(ValueError, match=r"^$"):
+        Options(device_id=Broken(1))
