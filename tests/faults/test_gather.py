@@ -465,10 +465,11 @@ def test_each_peer_is_notified_of_a_refused_gather(
 def test_a_complete_gather_fails_if_a_peer_cannot_be_notified(
     make_scene: Callable[..., Scene],
 ) -> None:
-    scene = make_scene(sync_kv_cache_wait_time=200)
+    scene = make_scene(sync_kv_cache_wait_time=1000)
     scene.peers[1].stop()
+    task = scene.submit(notify=b"whole")
     with refused("LLM_TIMEOUT", "gather_blocks: every byte has arrived, but .* cluster 3 has not"):
-        scene.gather(notify=b"whole")
+        task.wait()
     scene.assert_arrived(0, 1)
     scene.peers[1].resume()
     assert [scene.notified(0), scene.notified(1)] == [[b"whole"]] * 2
